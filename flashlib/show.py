@@ -94,7 +94,9 @@ def _without_docstring(text):
 
     node = ast.parse(text).body[0]
     first = node.body[0]
-    if not (isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)):
+    if not (
+        isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    ):
         return text
     lines = text.splitlines()
     del lines[first.lineno - 1 : first.end_lineno]

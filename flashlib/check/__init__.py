@@ -101,7 +101,9 @@ class Exercise:
             return wrong.source
         old, new = wrong.edit
         if self.solution.count(old) != 1:
-            raise ValueError(f"edit must match the solution of {self.id} once, got {self.solution.count(old)} matches of {old!r}")
+            raise ValueError(
+                f"edit must match the solution of {self.id} once, got {self.solution.count(old)} matches of {old!r}"
+            )
         return self.solution.replace(old, new)
 
 
