@@ -1,4 +1,4 @@
-"""Every exercise of the course: its solution is right, its stub is unsolved, each known mistake is named, nothing raises."""
+"""Every exercise: its solution is right, its stub is unsolved, each known mistake is named, nothing raises."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,8 @@
 """Check a reader's answer, and when it is wrong, say which mistake gives exactly that result.
 
-Each exercise brings its solution and the wrong answers that readers are known to give. An answer is run on the exercise's
-cases beside all of them: the diagnosis is the wrong answer whose results are the reader's results, so it is never a guess.
+Each exercise brings its solution and the wrong answers that readers are known to give. An answer is run on the
+exercise's cases beside all of them: the diagnosis is the wrong answer whose results are the reader's results, so it is
+never a guess.
 
     check.answer("03.1", merge)      check the reader's function (or value)
     check.task("03.1")               print the specification and the stub
@@ -59,9 +60,9 @@ class Exercise:
         level: 1, 2 or 3: five, fifteen or forty-five minutes.
         task: the specification, plain Markdown.
         name: the function, or value, that stub and solution bind.
-        stub: source that the notebook shows; a function's stub ends in `raise NotImplementedError`, a value's is `name = None`.
+        stub: source that the notebook shows; a function's ends in `raise NotImplementedError`, a value's is `name = None`.
         solution: source of a right answer.
-        cases: a function without arguments that returns the list of `Case`; empty for a value.
+        cases: a function without arguments that returns the list of `Case`; None for a value.
         wrong: the `Wrong` answers.
         also_right: sources of other right answers, kept to test that they are accepted.
         rtol, atol: how near a right answer's numbers are to the solution's.
