@@ -51,6 +51,6 @@ venv:
 		rm -rf .venv && $(PYTHON) -m venv .venv || exit 1; \
 	fi; \
 	rm -f .venv/installed; \
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]" || { \
+	$(RUN) -m pip install --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]" || { \
 		echo "The installation failed; the lines above say why. Run the command again once that is mended." >&2; exit 1; }; \
 	echo "$$stamp" > .venv/installed

@@ -3,10 +3,10 @@
     python book/course.py course       execute every chapter into _build/, then build the book from what was executed
     python book/course.py book         build the book from the outputs stored in notebooks/
     python book/course.py lab          make workbook/ where it is missing and open JupyterLab there
-    python book/course.py notebooks    execute notebooks/ in place, without a GPU, and bring README's chapter table up to date
+    python book/course.py notebooks    execute notebooks/ in place, without a GPU, and renew README's chapter table
 
-The Makefile has a target for each. A notebook runs in a fresh kernel, in an empty folder, and is written only when it is
-complete: whatever stops a run, no file is half written.
+The Makefile has a target for each. A notebook runs in a fresh kernel, in an empty folder, and is written only when it
+is complete: whatever stops a run, no file is half written.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def title(notebook):
 
 
 def lead(notebook, label):
-    """Return what follows the bold `label` that opens a paragraph of the first cell, as one line; "" if it is missing."""
+    """Return, as one line, what follows the bold `label` that opens a paragraph of the first cell; "" if none does."""
     for paragraph in re.split(r"\n\s*\n", notebook.cells[0].source if notebook.cells else ""):
         found = re.match(rf"\*\*{re.escape(label)}[.:]?\*\*[.:]?\s*(.*)", paragraph.strip(), re.DOTALL)
         if found:
@@ -108,9 +108,14 @@ def exercise_headings(notebook):
     return re.findall(r"^### (\d\d\.\d+) (●+) (.+)$", text, re.MULTILINE)
 
 
+def words(markdown):
+    """Return how many words a reader reads: no addresses of links, no HTML tags, no signs that stand alone."""
+    return len(re.findall(r"\S*\w\S*", re.sub(r"\]\([^)]*\)|<[^>]+>", " ", markdown)))
+
+
 def reading_minutes(notebook):
-    """Return whole minutes: words at 180 a minute and 20 seconds a code cell; hidden cells and exercises do not count."""
-    words = cells = 0
+    """Return whole minutes: 180 words a minute and 20 seconds a code cell; hidden cells and exercises do not count."""
+    read = cells = 0
     in_exercises = False
     for cell in notebook.cells:
         if {"remove-cell", "remove-input"} & set(tags(cell)):
@@ -120,11 +125,10 @@ def reading_minutes(notebook):
             if heading:
                 in_exercises = heading[1].strip() == "Exercises"
             if not in_exercises:
-                # Neither the addresses of links nor HTML tags are read.
-                words += len(re.sub(r"\]\([^)]*\)|<[^>]+>", " ", cell.source).split())
+                read += words(cell.source)
         elif cell.cell_type == "code" and not in_exercises:
             cells += 1
-    return max(1, math.ceil(words / WORDS_PER_MINUTE + cells * SECONDS_PER_CODE_CELL / 60))
+    return max(1, math.ceil(read / WORDS_PER_MINUTE + cells * SECONDS_PER_CODE_CELL / 60))
 
 
 # --- executing -----------------------------------------------------------------------------------------------------
@@ -144,6 +148,10 @@ class _Client(NotebookClient):
             await self._async_cleanup_kernel()
 
 
+def _runs(cell):
+    return cell.cell_type == "code" and bool(cell.source.strip())
+
+
 async def _run(client, **kwargs):
     try:
         await client.async_execute(**kwargs)
@@ -161,7 +169,7 @@ def execute(notebook, name, *, gpu=True, tick=lambda: None, timeout_s=CELL_TIMEO
         notebook: the notebook; changed in place.
         name: what messages call it.
         gpu: False hides every GPU from the kernel.
-        tick: called after each code cell.
+        tick: called when a code cell starts.
         timeout_s: the longest that one cell may take.
 
     Raises:
@@ -174,11 +182,9 @@ def execute(notebook, name, *, gpu=True, tick=lambda: None, timeout_s=CELL_TIMEO
 
     def started(cell, cell_index):
         nonlocal at
-        if cell.cell_type == "code":
+        if _runs(cell):
             at += 1
-
-    def done(**_):
-        tick()
+            tick()
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
@@ -193,10 +199,10 @@ def execute(notebook, name, *, gpu=True, tick=lambda: None, timeout_s=CELL_TIMEO
             record_timing=False,
             coalesce_streams=True,
             on_cell_start=started,
-            on_cell_executed=done,
         )
         try:
-            asyncio.run(_run(client, cwd=str(folder), env=env))
+            # What a kernel says about its own end is no message to the reader.
+            asyncio.run(_run(client, cwd=str(folder), env=env, stderr=subprocess.DEVNULL))
         except CellExecutionError as error:
             raise ChapterError(name, at, f"{error.ename}: {error.evalue}") from error
         except CellTimeoutError as error:
@@ -312,8 +318,7 @@ def execute_all(paths, *, gpu=True, progress=None):
     for path in paths:
         notebook = read(path)
         name = title(notebook) or path.stem
-        code_cells = sum(cell.cell_type == "code" and bool(cell.source.strip()) for cell in notebook.cells)
-        bar = Progress(name, code_cells, progress)
+        bar = Progress(name, sum(map(_runs, notebook.cells)), progress)
         try:
             execute(notebook, name, gpu=gpu, tick=bar.tick)
         except ChapterError as error:
@@ -354,14 +359,14 @@ def build_book(root, executed=None):
     """Build the HTML book into _build/html from `executed` (notebooks/ itself if None); return Sphinx's exit status."""
     build = root / "_build"
     source = build / "source"
-    if source.exists():
-        shutil.rmtree(source)
+    for old in (source, build / "html"):
+        shutil.rmtree(old, ignore_errors=True)
     (source / "notebooks").mkdir(parents=True)
     shutil.copy(root / "book.yml", source)
     shutil.copytree(root / "book", source / "book", ignore=shutil.ignore_patterns("__pycache__"))
     for path in chapters(root):
         shutil.copy((executed or path.parent) / path.name, source / "notebooks")
-    command = [sys.executable, "-m", "sphinx", "-b", "html", "-q", "-W", "-n", "--keep-going"]
+    command = [sys.executable, "-m", "sphinx", "-b", "html", "-q", "-E", "-W", "-n", "--keep-going"]
     command += ["-c", str(root / "book"), "-d", str(build / "doctrees"), str(source), str(build / "html")]
     status = subprocess.run(command, check=False).returncode
     if status == 0:
