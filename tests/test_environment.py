@@ -1,6 +1,8 @@
 """The versions: pyproject.toml, constraints.txt and environment.yml name the same packages, and the same pins."""
 
+import ast
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -102,6 +104,32 @@ def test_makefile_installs_the_pins_in_one_go():
 
 def test_distribution_has_a_name_of_its_own():
     assert pyproject()["name"] == "flashattention-step-by-step"
+
+
+# A module whose distribution has another name; cycler is a part of matplotlib's interface.
+DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow", "markdown_it": "markdown-it-py", "cycler": "matplotlib"}
+OWN = {"flashlib", "book", "conftest"}
+
+
+def imported(folder):
+    """Return the distributions that the Python files of a folder import."""
+    found = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add(node.module.partition(".")[0])
+        found -= {path.stem for path in folder.glob("*.py")}
+    found -= set(sys.stdlib_module_names) | OWN
+    return {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in found}
+
+
+@pytest.mark.parametrize("folder", ["flashlib", "book", "tests"])
+def test_what_is_imported_is_a_direct_dependency(folder):
+    found = imported(ROOT / folder)
+    assert found
+    assert found <= set(direct())
 
 
 GOOD = ["a==1.0", "b==2.0; sys_platform == 'linux'"]

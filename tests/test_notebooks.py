@@ -7,6 +7,7 @@ from pathlib import Path
 
 import nbformat.v4 as nb
 import pytest
+import yaml
 
 from book import course
 from flashlib import check
@@ -383,6 +384,19 @@ def test_exercises_have_their_chapters():
 def test_readme_table_is_up_to_date():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert course.TABLE.search(readme)[2] == course.chapter_table(ROOT), "run make notebooks"
+
+
+def test_stumbles_are_listed_as_they_are_met():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| .+ \| (all|\d\d)\b.*\|$", text, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 16))
+    listed = {}
+    for number, chapter in rows:
+        if chapter != "all":
+            listed.setdefault(chapter, set()).add(int(number))
+    assert listed == STUMBLES
+    book = yaml.safe_load((ROOT / "book" / "stumbles.yml").read_text(encoding="utf-8"))
+    assert {str(number): stumble.get("chapter", "all") for number, stumble in book.items()} == dict(rows)
 
 
 # --- each rule can fail --------------------------------------------------------------------------------------------
