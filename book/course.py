@@ -400,7 +400,9 @@ def lab(root):
     """Make workbook/ and open JupyterLab there."""
     made = make_workbook(root)
     print(f"workbook/ is yours: {len(made)} new chapter(s); what you wrote is left alone.", flush=True)
-    command = [sys.executable, "-m", "jupyterlab", "--notebook-dir", str(root / "workbook")]
+    command = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={root / 'workbook'}"]
+    # It calls nobody: no news, no search for updates.
+    command += ["--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         # Jupyter refuses root unless told: a container often has no other user.
         command.append("--allow-root")

@@ -283,10 +283,12 @@ def predict_then_run(chapter):
     """At least three questions, each with its answer in the next code cell, hidden until the reader has decided."""
     cells, found = chapter.notebook.cells, 0
     for index, cell in chapter.cells("markdown"):
-        if "**Predict:**" not in cell.source:
+        # In the middle of a line the words are spoken about, not used.
+        question = re.split(r"^\*\*Predict:\*\*", cell.source, maxsplit=1, flags=re.MULTILINE)[1:]
+        if not question:
             continue
         found += 1
-        if "?" not in cell.source.partition("**Predict:**")[2]:
+        if "?" not in question[0]:
             yield f"cell {index} predicts without a question"
         after = cells[index + 1] if index + 1 < len(cells) else None
         if after is None or after.cell_type != "code" or "hide-output" not in course.tags(after):
