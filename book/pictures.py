@@ -43,20 +43,21 @@ def draw(drawn, path=PICTURE):
 
     style.use()
     fig, (left, right) = plt.subplots(1, 2, figsize=(9.0, 3.8))
-    looks = {"naive": (style.NAIVE, "s", "--"), "fa2": (style.FLASH, "o", "-")}
+    # Colour, marker, dash, and where the last value is written: the upper line's above it, the lower line's below.
+    looks = {"naive": (style.NAIVE, "s", "--", 7), "fa2": (style.FLASH, "o", "-", -16)}
     for axes, column, unit, title in (
         (left, 1, 1, "Time of one call (ms)"),
         (right, 2, 1e9, "Memory it takes beyond its inputs (GB)"),
     ):
         for name, label in LABELS.items():
-            colour, marker, dash = looks[name]
+            colour, marker, dash, offset = looks[name]
             lengths = [row[0] for row in drawn[name]]
             values = [row[column] / unit for row in drawn[name]]
             axes.plot(lengths, values, color=colour, marker=marker, linestyle=dash, label=label)
             axes.annotate(
                 f"{values[-1]:.2g}",
                 (lengths[-1], values[-1]),
-                xytext=(0, 7),
+                xytext=(0, offset),
                 textcoords="offset points",
                 ha="center",
                 color=colour,
@@ -68,7 +69,7 @@ def draw(drawn, path=PICTURE):
         axes.set_xticks([row[0] for row in drawn["fa2"]], [f"{row[0]}" for row in drawn["fa2"]], rotation=30)
         axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
-        axes.margins(x=0.08, y=0.14)
+        axes.margins(x=0.08, y=0.16)
         axes.set_xlabel("sequence length (tokens)")
         axes.set_title(title)
     left.legend(loc="upper left")
