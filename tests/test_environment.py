@@ -107,7 +107,13 @@ def test_distribution_has_a_name_of_its_own():
 
 
 # A module whose distribution has another name; cycler is a part of matplotlib's interface.
-DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow", "markdown_it": "markdown-it-py", "cycler": "matplotlib"}
+DISTRIBUTIONS = {
+    "yaml": "pyyaml",
+    "PIL": "pillow",
+    "bs4": "beautifulsoup4",
+    "markdown_it": "markdown-it-py",
+    "cycler": "matplotlib",
+}
 OWN = {"flashlib", "book", "conftest"}
 
 

@@ -272,10 +272,15 @@ def links_resolve(chapter):
         for target in re.findall(r"\]\(([^)\s]+)[^)]*\)", prose(cell.source)):
             if re.match(r"https?://|mailto:", target):
                 continue
-            if "#" in target:
-                yield f"cell {index} links to {target}: JupyterLab and the book name headings differently"
-            elif target.startswith("/") or not (chapter.folder / target).exists():
+            file, _, anchor = target.partition("#")
+            path = chapter.folder / file
+            if target.startswith("/") or not path.exists():
                 yield f"cell {index} links to {target}, which does not exist"
+            elif anchor:
+                there = course.read(path) if file else chapter.notebook
+                # JupyterLab's names, which the book uses too.
+                if anchor not in {text.replace(" ", "-") for _, _, text in headings(there)}:
+                    yield f"cell {index} links to {target}, a heading that does not exist"
 
 
 @rule
@@ -463,7 +468,7 @@ def good():
 
 @pytest.fixture
 def chapter(tmp_path):
-    (tmp_path / "07_sums.ipynb").touch()
+    course.write_notebook(tmp_path / "07_sums.ipynb", good().notebook)
     return dataclasses.replace(good(), folder=tmp_path)
 
 
@@ -532,7 +537,8 @@ BROKEN = [
     ("no_paths_of_one_machine", output(3, "stream", name="stdout", text="/tm" + "p/ipykernel" + "_123/1.py")),
     ("links_resolve", swap(0, "07_sums.ipynb", "07_other.ipynb")),
     ("links_resolve", swap(0, "(07_sums.ipynb)", "(/07_sums.ipynb)")),
-    ("links_resolve", swap(0, "(07_sums.ipynb)", "(07_sums.ipynb#step-1)")),
+    ("links_resolve", swap(0, "(07_sums.ipynb)", "(07_sums.ipynb#Step-9)")),
+    ("links_resolve", swap(0, "(07_sums.ipynb)", "(#step-1)")),
     ("predict_then_run", swap(2, "**Predict:**", "Predict:")),
     ("predict_then_run", swap(2, "?", ".")),
     ("predict_then_run", tag(3, "hide-input")),
@@ -572,6 +578,12 @@ def test_stumble_tags_satisfy_their_rule(chapter):
     chapter.stem = "05_sums"
     tag(2, "stumble-6")(chapter)
     assert list(stumbles_are_met(chapter)) == []
+
+
+@pytest.mark.parametrize("target", ["07_sums.ipynb#Step-1", "#Step-1", "https://example.org/a#b"])
+def test_link_to_a_heading_is_followed(chapter, target):
+    swap(0, "(07_sums.ipynb)", f"({target})")(chapter)
+    assert list(links_resolve(chapter)) == []
 
 
 def test_code_is_not_prose():
