@@ -60,7 +60,7 @@ class Exercise:
         level: 1, 2 or 3: five, fifteen or forty-five minutes.
         task: the specification, plain Markdown.
         name: the function, or value, that stub and solution bind.
-        stub: source that the notebook shows; a function's ends in `raise NotImplementedError`, a value's is `name = None`.
+        stub: source that the notebook shows; a function's ends in `raise NotImplementedError`, a value's is `x = None`.
         solution: source of a right answer.
         cases: a function without arguments that returns the list of `Case`; None for a value.
         wrong: the `Wrong` answers.
