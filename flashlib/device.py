@@ -282,12 +282,12 @@ def check_capability(capability, dtype=None):
         capability = 10 * capability[0] + capability[1]
     if capability < OLDEST_CAPABILITY:
         raise RuntimeError(
-            f"kernels need a GPU of compute capability 7.5 or later, this one has {_dotted(capability)}: "
+            f"kernels need a GPU of compute capability 7.5 or later, this one has {_dotted(capability)}; "
             "set TRITON_INTERPRET=1 before the first import to run them on the CPU"
         )
     if capability < 80 and str(dtype).removeprefix("*") in _BF16:
         raise RuntimeError(
-            f"bfloat16 needs a GPU of compute capability 8.0 or later, this one has {_dotted(capability)}: "
+            f"bfloat16 needs a GPU of compute capability 8.0 or later, this one has {_dotted(capability)}; "
             "use float16 or float32"
         )
 

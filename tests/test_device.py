@@ -302,7 +302,7 @@ def test_report_of_an_interpreter_switched_off_without_a_gpu(machine):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bf16", "*bf16", "bfloat16"])
 def test_turing_has_no_bf16(dtype):
     with pytest.raises(
-        RuntimeError, match=r"bfloat16 needs .* 8\.0 or later, this one has 7\.5: use float16 or float32"
+        RuntimeError, match=r"bfloat16 needs .* 8\.0 or later, this one has 7\.5; use float16 or float32"
     ):
         device.check_capability((7, 5), dtype)
     device.check_capability(80, dtype)
