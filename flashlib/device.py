@@ -343,8 +343,8 @@ class Report:
     def __repr__(self):
         gpu = f"none: {self.no_gpu}"
         if self.gpu:
-            capability, size = _dotted(self.gpu.capability), self.gpu.memory_bytes / 1e9
-            gpu = f"{self.gpu.name}, compute capability {capability}, {size:.0f} GB"
+            capability, size = _dotted(self.gpu.capability), self.gpu.memory_bytes / 2**30
+            gpu = f"{self.gpu.name}, compute capability {capability}, {size:.0f} GiB"
         how = "in Triton's interpreter, on the CPU" if self.interpreter else "compiled, on the GPU"
         rows = {"platform": self.platform, "Python": self.python}
         rows |= {name: version or "missing" for name, version in self.packages.items()}

@@ -14,12 +14,14 @@ import torch
 
 import flashlib
 from flashlib import device
-from flashlib.first_kernel import _double_kernel, double
+
+first_kernel = pytest.importorskip("flashlib.first_kernel", reason="kernels do not run here", exc_type=RuntimeError)
+_double_kernel, double = first_kernel._double_kernel, first_kernel.double
 
 ROOT = Path(flashlib.__file__).resolve().parent.parent
 TRITON_HERE = sys.platform.startswith("linux")
-NO_GPU = device.gpu_problem() is not None
-needs_no_gpu = pytest.mark.skipif(not NO_GPU, reason="says what happens on a machine without a usable GPU")
+# Triton before 3.7 does not interpret with numpy 2.4 and later; compiled, it runs.
+INTERPRETS = device._numbers(device._version("triton"))[:2] >= (3, 7) or device._numbers(np.__version__)[:2] < (2, 4)
 
 # Put before a child's code: the child has no GPU, whatever the machine has.
 WITHOUT_GPU = """
@@ -122,7 +124,7 @@ def test_our_reading_of_the_variable_is_tritons():
     assert set(python(code, TRITON_INTERPRET="0").split()) == {"True"}
 
 
-@pytest.mark.skipif(not TRITON_HERE, reason="Triton has wheels for Linux only")
+@pytest.mark.skipif(not INTERPRETS, reason="this Triton does not interpret with this numpy")
 def test_triton_first_is_refused_when_a_kernel_is_needed_and_not_before():
     first = "import triton\n" + WITHOUT_GPU
     assert python(first + "import flashlib.style, os; print('TRITON_INTERPRET' in os.environ)") == "False"
@@ -139,6 +141,7 @@ def test_the_other_mode_is_refused_too():
     assert "before flashlib" in refusal(code.format("1"), TRITON_INTERPRET="0")
 
 
+@pytest.mark.skipif(not INTERPRETS, reason="this Triton does not interpret with this numpy")
 def test_torch_first_works():
     code = "import torch\n" + WITHOUT_GPU + "import flashlib.first_kernel as f; print(f.double(torch.ones(3)).tolist())"
     assert python(code) == "[2.0, 2.0, 2.0]"
@@ -182,7 +185,7 @@ def test_a_triton_that_does_not_import_is_named(tmp_path):
 
 
 def card(name="NVIDIA H200", capability=90, uuid="GPU-aaaa-1"):
-    return device.Gpu(name, capability, 141 * 10**9, uuid)
+    return device.Gpu(name, capability, 140 * 2**30, uuid)
 
 
 @pytest.fixture
@@ -190,6 +193,7 @@ def machine(monkeypatch):
     """Pretend to be a machine: its GPUs, its driver's and PyTorch's CUDA versions, its mode."""
 
     def pretend(found=(), driver=13, torch_cuda=13, interpret="0", **versions):
+        versions = {"triton": device.COURSE_TRITON} | versions
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setattr(device, "_driver", lambda: (list(found), driver))
         monkeypatch.setattr(device, "_torch_cuda", lambda: torch_cuda)
@@ -273,7 +277,7 @@ def test_report_of_a_hopper(machine):
     report = flashlib.report()
     assert (report.gpu.name, report.interpreter, report.bf16) == ("NVIDIA H200", False, True)
     assert set(report.parts.values()) == {"runs"}
-    assert "compute capability 9.0, 141 GB" in repr(report)
+    assert "compute capability 9.0, 140 GiB" in repr(report)
 
 
 def test_report_of_a_t4_says_slow_and_no_bf16(machine):

@@ -9,7 +9,8 @@ EXERCISES = [
         level=1,
         task=(
             "A model has 16 heads and head_dim 128, and reads one sequence of 32,768 tokens in bfloat16. The textbook "
-            "form of attention writes one matrix $S$ for each head. How many **bytes** do the 16 matrices take together?"
+            "form of attention writes one matrix $S$ for each head. How many **bytes** do the 16 matrices take "
+            "together?"
         ),
         name="score_bytes",
         stub="score_bytes = None\n",
