@@ -1,5 +1,7 @@
 """device.py, compiler.py and first_kernel.py: import behaviour in fresh processes, gates, the report, compiling."""
 
+import ast
+import json
 import os
 import platform
 import re
@@ -17,6 +19,7 @@ from flashlib import device
 
 first_kernel = pytest.importorskip("flashlib.first_kernel", reason="kernels do not run here", exc_type=RuntimeError)
 _double_kernel, double = first_kernel._double_kernel, first_kernel.double
+tl, triton = first_kernel.tl, first_kernel.triton
 
 ROOT = Path(flashlib.__file__).resolve().parent.parent
 TRITON_HERE = sys.platform.startswith("linux")
@@ -179,6 +182,36 @@ def test_a_triton_that_does_not_import_is_named(tmp_path):
     (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('libfoo is missing')")
     path = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
     assert "libfoo is missing" in refusal(path + KERNEL_MODULE)
+
+
+PART_ONE = sorted(path for path in (ROOT / "notebooks").glob("*.ipynb") if path.name < "07")
+
+
+def code_cells(path):
+    cells = json.loads(path.read_text())["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def test_part_one_imports_no_triton():
+    lines = []
+    for path in PART_ONE:
+        for cell in code_cells(path):
+            nodes = [node for node in ast.parse(cell).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+            lines += [ast.unparse(node) for node in nodes]
+    python(BLOCK_TRITON + "\n".join(dict.fromkeys(lines)))
+
+
+def test_chapter_00_runs_where_triton_does_not():
+    cells = code_cells(ROOT / "notebooks" / "00_start_here.ipynb")
+    # What only Jupyter does is left out: a figure is drawn and not shown.
+    fake = (
+        "import matplotlib, torch\nmatplotlib.use('Agg')\nimport matplotlib.pyplot\n"
+        + BLOCK_TRITON
+        + "sys.platform = 'darwin'\n"
+    )
+    shown = python(fake + "\n".join(cells).replace("plt.show()", ""))
+    assert "Triton has no build for macOS" in shown
+    assert "00.1 ● The bytes of S: not attempted yet" in shown
 
 
 # --- which GPU, which Triton -----------------------------------------------------------------------------------------
@@ -350,6 +383,29 @@ def test_double_is_exact(n, dtype):
 def test_double_takes_strided_input():
     x = torch.arange(20.0, device=device.kernel_device())[::3]
     assert torch.equal(double(x), 2 * x)
+
+
+@triton.jit
+def _count_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    total = 0
+    for start in range(0, n, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        total += tl.sum(tl.load(x_ptr + offs, mask=offs < n, other=0))
+    tl.store(out_ptr, total)
+    tl.store(out_ptr + 1, total, mask=total < 0)
+
+
+def test_a_loop_of_run_time_length_a_masked_load_and_a_masked_scalar_store():
+    where = device.kernel_device()
+    x = torch.ones(13, dtype=torch.int32, device=where)
+    out = torch.full((2,), -5, dtype=torch.int32, device=where)
+    _count_kernel[(1,)](x[:11], out, 11, BLOCK=4)
+    assert out.tolist() == [11, -5]
+
+
+def test_six_numbers_in_blocks_of_two():
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], device=device.kernel_device())
+    assert double(x, block=2).tolist() == [2.0, 4.0, 6.0, 8.0, 10.0, 12.0]
 
 
 def test_a_numpy_array_among_the_globals_does_not_disturb_a_launch():
