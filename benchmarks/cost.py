@@ -9,8 +9,8 @@ Needs PyTorch and a GPU, nothing else. The recorded file was made on one NVIDIA 
     --rounds N     timed rounds of each shape (default 20): one round runs every implementation once, in turn
     --smoke        tiny shapes on the CPU, one round: exercises the code, measures nothing of interest
 
-The long format of the course, plus gb_per_s for what memory limits (each N x N array counted once per read and write), and
-peak_bytes: the memory allocated at the peak of one call beyond what was allocated before it, the output included.
+The long format of the course, plus gb_per_s for what memory limits (each N x N array counted once per read and write)
+and peak_bytes: the memory allocated at the peak of one call beyond what was allocated before, the output included.
 
     naive               matmul, softmax, matmul: three kernels (the scale rides along in the first product)
     naive_mask          a boolean causal mask between them, a pass of its own (masked_fill)
@@ -20,8 +20,8 @@ peak_bytes: the memory allocated at the peak of one call beyond what was allocat
     ceiling_gemm        an 8192 x 8192 x 8192 product in bf16
     ceiling_copy        a copy of 1 GiB, the bytes read and the bytes written both counted
 
-FLOPs are 4 b h N N d, halved for a causal fused call; the naive form computes all of them, masked or not, and its tflops
-counts them all.
+FLOPs are 4 b h N N d, halved for a causal fused call; the naive form computes all of them, masked or not, and its
+tflops counts them all.
 """
 
 import argparse
