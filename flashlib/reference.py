@@ -54,8 +54,8 @@ def attention(q, k, v, *, causal=False, window=None, scale=None, mask=None, bias
         return_lse: also return the natural logarithm of each row's sum of exponentials, the maximum included.
 
     Returns:
-        out, or (out, lse): float64, (..., seqlen_q, head_dim_v) and (..., seqlen_q), numpy if q is, else torch, and then
-        differentiable. A row that sees no key has out exactly 0, lse exactly -inf and gradients exactly 0. What a masked
+        out, or (out, lse): float64, (..., seqlen_q, head_dim_v) and (..., seqlen_q), numpy if q is, otherwise torch and
+        differentiable. A row that sees no key has out exactly 0, lse exactly -inf, gradients exactly 0. What a masked
         key or value holds, NaN or infinite, never shows.
 
     Raises:
