@@ -40,7 +40,7 @@ def least_ms(flops, moved_bytes, peak_tflops, bandwidth_gb_s):
 
 def least_cases():
     return [
-        Case("a kernel that memory limits", 2e9, 8e9, 989.4, 4800.0),
+        Case("a kernel that memory limits", 2e6, 8e9, 989.4, 4800.0),
         Case("a kernel that arithmetic limits", 5e12, 1e9, 989.4, 4800.0),
         Case("a T4", 1e12, 4e9, 65.0, 320.0),
     ]
@@ -92,8 +92,8 @@ EXERCISES = [
         title="Bytes by hand",
         level=1,
         task=(
-            "One head with 2048 queries, 2048 keys and `head_dim` 128, in 16-bit numbers, no mask, no dropout. How many "
-            "bytes do the three passes of the naive form move, reads and writes together? Set `moved_bytes`; an "
+            "One head with 2048 queries, 2048 keys and `head_dim` 128, in 16-bit numbers, no mask, no dropout. How "
+            "many bytes do the three passes of the naive form move, reads and writes together? Set `moved_bytes`; an "
             "expression such as `2 * 2048 * 128` is fine."
         ),
         name="moved_bytes",
@@ -148,8 +148,8 @@ EXERCISES = [
         title="All bytes of the naive form",
         level=2,
         task=(
-            "Write `naive_bytes(seqlen_q, seqlen_k, head_dim, itemsize, mask, dropout)`: the bytes that all passes of the "
-            "naive form move for one head, with a pass for the mask and one for dropout where asked. V is as wide as K."
+            "Write `naive_bytes(seqlen_q, seqlen_k, head_dim, itemsize, mask, dropout)`: the bytes that all passes of "
+            "the naive form move for one head, with a pass for the mask and one for dropout where asked. V is as wide as K."
         ),
         name="naive_bytes",
         stub=NAIVE_STUB,
