@@ -149,7 +149,7 @@ EXERCISES = [
         level=2,
         task=(
             "Write `naive_bytes(seqlen_q, seqlen_k, head_dim, itemsize, mask, dropout)`: the bytes that all passes of "
-            "the naive form move for one head, with a pass for the mask and one for dropout where asked. V is as wide as K."
+            "the naive form move for one head, with a pass each for mask and dropout where asked. V is as wide as K."
         ),
         name="naive_bytes",
         stub=NAIVE_STUB,
