@@ -99,7 +99,7 @@ MERGE_SUMS = Exercise(
 """,
         """def merge_sums(m_a, l_a, m_b, l_b):
     m = np.maximum(m_a, m_b)
-    return [m, np.exp(np.logaddexp(m_a - m + np.log(l_a), m_b - m + np.log(l_b)))]
+    return m, np.exp(np.logaddexp(m_a - m + np.log(l_a), m_b - m + np.log(l_b)))
 """,
     ),
 )
@@ -126,9 +126,9 @@ MERGE_STATES = Exercise(
     title="Merge two states",
     level=2,
     task=(
-        "Now with the values: write `merge_states`, which merges two states `(m, l, acc)`. `m` and `l` have one entry "
-        "a row, `acc` one more axis of length head_dim. A state may have seen nothing (`m = -inf`, `l = 0`, `acc = 0`): "
-        "merged with it, the other state must come out unchanged, without a NaN, even if both have seen nothing."
+        "Now with the values: write `merge_states`, which merges two states `(m, l, acc)`. `m` and `l` have one "
+        "entry a row, `acc` one more axis of length head_dim. A state may have seen nothing (`m = -inf`, `l = 0`, "
+        "`acc = 0`): merged with it, the other state must come out unchanged, without a NaN, even if both have seen nothing."
     ),
     name="merge_states",
     setup=SETUP,
