@@ -140,11 +140,15 @@ def state_of(s, v):
         gives the identity. A score that is NaN or +inf makes its row NaN, as it does in softmax (numpy warns of +inf).
 
     Raises:
-        ValueError: s has no axis; v has no axis for the n values of s, or another n; leading axes that do not fit.
+        ValueError: s or v holds no real numbers; s has no axis; v has another number of values than s, or leading axes
+            that do not fit.
 
     Source: the module's, with more than one score at a time.
     """
     s, v = np.asarray(s), np.asarray(v)
+    for name, x in (("s", s), ("v", v)):
+        if x.dtype.kind not in "biuf":
+            raise ValueError(f"{name} must hold real numbers, got {x.dtype}")
     if s.ndim < 1:
         raise ValueError("s must have shape (..., n), got a single number")
     if v.ndim < 2 or v.shape[-2] != s.shape[-1]:
