@@ -72,8 +72,8 @@ class HBM:
 class Metered:
     """An array in `HBM`: `x[rows]` is a counted load and gives a copy, `x[rows] = y` is a counted store.
 
-    It has shape and dtype, `np.empty_like` makes another one in the same memory, and nothing else touches it: arithmetic
-    on slow memory is a TypeError. `value` reads it for the reader's eyes, uncounted.
+    It has shape and dtype, `np.empty_like` makes another one in the same memory, and nothing else touches it:
+    arithmetic on slow memory is a TypeError. `value` reads it for the reader's eyes, uncounted.
     """
 
     __array_ufunc__ = None
