@@ -9,6 +9,7 @@ https://arxiv.org/abs/1805.02867; FlashAttention, section 3.1 and Algorithm 1, h
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,88 @@ class State(NamedTuple):
     m: np.ndarray
     l: np.ndarray
     acc: np.ndarray
+
+
+# --- one row, one score at a time: three passes, two, one ----------------------------------------------------------
+
+
+def three_passes(s, v):
+    """Average the values of one row by softmax: find the max, then the sum, then the output.
+
+    Args:
+        s: finite scores, any iterable that can be read again.
+        v: one value (a number or an array) a score.
+
+    Returns:
+        output, like one value.
+    """
+    m = -math.inf
+    for x in s:
+        m = max(m, x)
+    l = 0.0
+    for x in s:
+        l += math.exp(x - m)
+    out = 0.0
+    for x, value in zip(s, v, strict=True):
+        out = out + math.exp(x - m) / l * value
+    return out
+
+
+def two_passes(s, v):
+    """Average the values of one row by softmax: max and sum together, then the output.
+
+    Args:
+        s: finite scores, any iterable that can be read again.
+        v: one value (a number or an array) a score.
+
+    Returns:
+        output, like one value.
+
+    Source: Milakov and Gimelshein, Algorithm 3, https://arxiv.org/abs/1805.02867.
+    """
+    m, l = -math.inf, 0.0
+    for x in s:
+        m_new = max(m, x)
+        l = math.exp(m - m_new) * l + math.exp(x - m_new)
+        m = m_new
+    out = 0.0
+    for x, value in zip(s, v, strict=True):
+        out = out + math.exp(x - m) / l * value
+    return out
+
+
+def one_pass(s, v):
+    """Average the values of one row by softmax: each score is read once, the division comes last.
+
+    Args:
+        s: finite scores, any iterable.
+        v: one value (a number or an array) a score.
+
+    Returns:
+        output, like one value.
+
+    Source: FlashAttention, Algorithm 1, for one row and tiles of one key, https://arxiv.org/abs/2205.14135.
+    """
+    m, l, acc = -math.inf, 0.0, 0.0
+    for x, value in zip(s, v, strict=True):
+        m_new = max(m, x)
+        alpha = math.exp(m - m_new)
+        p = math.exp(x - m_new)
+        l = alpha * l + p
+        acc = alpha * acc + p * value
+        m = m_new
+    return acc / l
+
+
+class Counted(list):
+    """A list that counts how often its elements are read in a loop, in `reads`."""
+
+    reads = 0
+
+    def __iter__(self):
+        for x in super().__iter__():
+            self.reads += 1
+            yield x
 
 
 # --- the state and its merge ---------------------------------------------------------------------------------------
