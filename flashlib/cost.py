@@ -1,0 +1,287 @@
+"""What attention costs: the arithmetic it does, the bytes it moves, and the time these two allow at best.
+
+A kernel can go no faster than its arithmetic at the GPU's peak, nor than its bytes at the memory's bandwidth; the slower
+of the two is a lower bound of its time. Counting both by hand, pass by pass, shows where the naive form loses.
+
+Sources: Williams, Waterman and Patterson, "Roofline", 2009, https://doi.org/10.1145/1498765.1498785; Dao et al.,
+"FlashAttention", 2022, section 2 and Algorithm 0, https://arxiv.org/abs/2205.14135; each GPU's figures name theirs.
+"""
+
+import dataclasses
+
+import numpy as np
+
+# --- GPUs ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """One GPU's figures from its vendor, decimal units but for the on-chip memories.
+
+    Args:
+        name: the exact product.
+        bandwidth_gb_s: GB/s between the GPU's own memory and the chip.
+        capacity_gb: GB of that memory.
+        sms: streaming multiprocessors, the units that compute; each has its own shared memory.
+        shared_kib_sm: KiB of shared memory of one SM.
+        shared_kib_block: KiB of it that one thread block can have.
+        l2_mib: MiB of the cache between the memory and the SMs.
+        peak_tflops: TFLOP/s of dense matrix products of 16-bit numbers, summed in 32 bits.
+        dtype: the 16-bit format that peak_tflops holds for.
+        source: where the figures stand.
+    """
+
+    name: str
+    bandwidth_gb_s: float
+    capacity_gb: float
+    sms: int
+    shared_kib_sm: int
+    shared_kib_block: int
+    l2_mib: float
+    peak_tflops: float
+    dtype: str
+    source: str
+
+    @property
+    def ridge(self):
+        """FLOP per byte at which arithmetic and memory take the same time."""
+        return self.peak_tflops * 1e3 / self.bandwidth_gb_s
+
+    @property
+    def shared_bytes(self):
+        """Bytes of shared memory of all SMs together."""
+        return self.sms * self.shared_kib_sm * 1024
+
+
+# Shared memory by compute capability (7.5, 8.0, 8.9, 9.0, 9.0, 10.0): "CUDA C++ Programming Guide", technical
+# specifications per compute capability. Data sheets that print a peak "with sparsity" are halved.
+GPUS = {
+    "T4": Gpu(
+        *("T4 16GB", 320, 16, 40, 64, 64, 4, 65, "fp16"),
+        source='NVIDIA, "Turing GPU Architecture" whitepaper (WP-09183-001), table of the Tesla T4; no bf16',
+    ),
+    "A100": Gpu(
+        *("A100 80GB SXM", 2039, 80, 108, 164, 163, 40, 312, "bf16"),
+        source='NVIDIA, "A100 Tensor Core GPU" data sheet and "A100 Tensor Core GPU Architecture" whitepaper',
+    ),
+    "RTX 4090": Gpu(
+        *("GeForce RTX 4090", 1008, 24, 128, 100, 99, 72, 165.2, "bf16"),
+        source='NVIDIA, "Ada GPU Architecture" whitepaper, appendix A',
+    ),
+    "H100": Gpu(
+        *("H100 80GB SXM", 3350, 80, 132, 228, 227, 50, 989.4, "bf16"),
+        source='NVIDIA, "H100 Tensor Core GPU" data sheet and "H100 Tensor Core GPU Architecture" whitepaper',
+    ),
+    "H200": Gpu(
+        *("H200 141GB SXM", 4800, 141, 132, 228, 227, 50, 989.4, "bf16"),
+        source='NVIDIA, "H200 Tensor Core GPU" data sheet; SMs and L2 as H100, the same chip',
+    ),
+    "B200": Gpu(
+        *("B200 180GB SXM", 7700, 180, 148, 228, 227, 126, 2250, "bf16"),
+        source='NVIDIA, "Blackwell" data sheet (HGX B200) and "Blackwell Tuning Guide"',
+    ),
+}
+
+
+# --- arithmetic ----------------------------------------------------------------------------------------------------
+
+
+def naive_flops(seqlen_q, seqlen_k, head_dim, *, batch=1, nheads=1):
+    """Count the floating-point operations of the two matrix products, which the naive form does in full, masked or not.
+
+    Args:
+        seqlen_q, seqlen_k, head_dim, batch, nheads: sizes, int.
+
+    Returns:
+        int: 4·batch·nheads·seqlen_q·seqlen_k·head_dim; a multiplication and an addition count one each.
+
+    Raises:
+        ValueError: a size is not an int of at least 1.
+    """
+    _check_sizes(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, batch=batch, nheads=nheads)
+    return 4 * batch * nheads * seqlen_q * seqlen_k * head_dim
+
+
+def flash_flops(seqlen_q, seqlen_k, head_dim, *, batch=1, nheads=1, causal=False, backward=False):
+    """Count the FLOPs by which a fused kernel's speed is quoted, the convention of every benchmark here.
+
+    Args:
+        seqlen_q, seqlen_k, head_dim, batch, nheads: sizes, int.
+        causal: half the scores are not needed, and by convention exactly half are not counted.
+        backward: count the backward pass instead: five products instead of two, 2.5 times the forward.
+
+    Returns:
+        float: the forward's 4·batch·nheads·seqlen_q·seqlen_k·head_dim, halved or multiplied as above.
+
+    Raises:
+        ValueError: a size is not an int of at least 1.
+    """
+    flops = naive_flops(seqlen_q, seqlen_k, head_dim, batch=batch, nheads=nheads)
+    return flops * (0.5 if causal else 1.0) * (2.5 if backward else 1.0)
+
+
+# --- bytes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """One kernel of the naive form: what it computes, reads and writes.
+
+    Args:
+        name: "qk", "mask", "softmax", "dropout" or "pv".
+        flops: operations; in a softmax five a score: compare, subtract, exponential, add, divide.
+        read_bytes, written_bytes: every input read once and every output written once.
+    """
+
+    name: str
+    flops: int
+    read_bytes: int
+    written_bytes: int
+
+    @property
+    def moved_bytes(self):
+        return self.read_bytes + self.written_bytes
+
+    @property
+    def intensity(self):
+        """FLOP per byte moved."""
+        return self.flops / self.moved_bytes
+
+
+def naive_passes(seqlen_q, seqlen_k, head_dim, *, batch=1, nheads=1, itemsize=2, mask=False, dropout=False):
+    """List the kernels of the naive form, each with its FLOPs and bytes.
+
+    Args:
+        seqlen_q, seqlen_k, head_dim, batch, nheads: sizes, int.
+        itemsize: bytes of one number, of S and P too.
+        mask: a pass of its own that reads S and writes it masked; the mask itself is taken as free.
+        dropout: a pass of its own that reads P and writes what is left of it; its random bits are taken as free.
+
+    Returns:
+        list of Pass, in the order they run.
+
+    Raises:
+        ValueError: a size is not an int of at least 1.
+    """
+    _check_sizes(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, batch=batch, nheads=nheads, itemsize=itemsize)
+    scores = batch * nheads * seqlen_q * seqlen_k
+    square = scores * itemsize
+    queries = batch * nheads * seqlen_q * head_dim * itemsize
+    keys = batch * nheads * seqlen_k * head_dim * itemsize
+    passes = [Pass("qk", 2 * scores * head_dim, queries + keys, square)]
+    if mask:
+        passes.append(Pass("mask", scores, square, square))
+    passes.append(Pass("softmax", 5 * scores, square, square))
+    if dropout:
+        # One comparison decides what is kept, one multiplication makes up for what is not.
+        passes.append(Pass("dropout", 2 * scores, square, square))
+    passes.append(Pass("pv", 2 * scores * head_dim, square + keys, queries))
+    return passes
+
+
+def compulsory_bytes(seqlen_q, seqlen_k, head_dim, *, batch=1, nheads=1, itemsize=2):
+    """Count the bytes that no implementation can avoid: Q, K and V read once, the output written once.
+
+    Args:
+        seqlen_q, seqlen_k, head_dim, batch, nheads: sizes, int.
+        itemsize: bytes of one number.
+
+    Returns:
+        int.
+
+    Raises:
+        ValueError: a size is not an int of at least 1.
+    """
+    _check_sizes(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, batch=batch, nheads=nheads, itemsize=itemsize)
+    return 2 * batch * nheads * (seqlen_q + seqlen_k) * head_dim * itemsize
+
+
+def naive_extra_bytes(seqlen_q, seqlen_k, *, batch=1, nheads=1, itemsize=2):
+    """Count the memory that S and P take beside the inputs and the output.
+
+    Args:
+        seqlen_q, seqlen_k, batch, nheads: sizes, int.
+        itemsize: bytes of one number.
+
+    Returns:
+        int: both arrays, alive at the same time while P is computed from S.
+
+    Raises:
+        ValueError: a size is not an int of at least 1.
+    """
+    _check_sizes(seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=batch, nheads=nheads, itemsize=itemsize)
+    return 2 * batch * nheads * seqlen_q * seqlen_k * itemsize
+
+
+def flash_extra_bytes(seqlen_q, *, batch=1, nheads=1):
+    """Count the memory a fused kernel takes beside the inputs and the output: one float32, the lse, a row.
+
+    Args:
+        seqlen_q, batch, nheads: sizes, int.
+
+    Returns:
+        int.
+
+    Raises:
+        ValueError: a size is not an int of at least 1.
+    """
+    _check_sizes(seqlen_q=seqlen_q, batch=batch, nheads=nheads)
+    return 4 * batch * nheads * seqlen_q
+
+
+# --- the roofline --------------------------------------------------------------------------------------------------
+
+
+def roofline(gpu, intensity):
+    """Return the speed that a GPU allows at an arithmetic intensity: the lower of its two roofs.
+
+    Args:
+        gpu: a `Gpu`, or a name in `GPUS`.
+        intensity: FLOP per byte; a number or an array, at least 0.
+
+    Returns:
+        TFLOP/s, of intensity's shape.
+
+    Raises:
+        ValueError: gpu is not known, or intensity is negative or not a number.
+    """
+    gpu = _gpu(gpu)
+    intensity = np.asarray(intensity, dtype=float)
+    if not (intensity >= 0).all():
+        raise ValueError(f"intensity must be at least 0 FLOP/byte, got {intensity.min()}")
+    return np.minimum(gpu.peak_tflops, gpu.bandwidth_gb_s * intensity / 1e3)[()]
+
+
+def bound_ms(gpu, flops, moved_bytes):
+    """Return the least time that a kernel can take: its arithmetic at the peak or its bytes at the bandwidth.
+
+    Args:
+        gpu: a `Gpu`, or a name in `GPUS`.
+        flops: operations of the kernel.
+        moved_bytes: bytes it reads and writes.
+
+    Returns:
+        float, milliseconds: the larger of the two, as both can go on at the same time.
+
+    Raises:
+        ValueError: gpu is not known, or a count is negative.
+    """
+    gpu = _gpu(gpu)
+    for name, value in (("flops", flops), ("moved_bytes", moved_bytes)):
+        if not value >= 0:
+            raise ValueError(f"{name} must be at least 0, got {value!r}")
+    return max(flops / (gpu.peak_tflops * 1e12), moved_bytes / (gpu.bandwidth_gb_s * 1e9)) * 1e3
+
+
+def _gpu(gpu):
+    if isinstance(gpu, Gpu):
+        return gpu
+    if gpu not in GPUS:
+        raise ValueError(f"gpu must be a Gpu or one of {', '.join(GPUS)}, got {gpu!r}")
+    return GPUS[gpu]
+
+
+def _check_sizes(**sizes):
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
+            raise ValueError(f"{name} must be an int of at least 1, got {size!r}")
