@@ -74,9 +74,8 @@ def player(trace, row=None):
 
     Source: the picture of FlashAttention-2's forward loop, arXiv 2307.08691, Algorithm 1.
     """
-    missing = [
-        name for name in ("q", "k", "v", "out", "lse", "block_m", "block_n", "steps") if not hasattr(trace, name)
-    ]
+    names = ("q", "k", "v", "out", "lse", "block_m", "block_n", "causal", "steps")
+    missing = [name for name in names if not hasattr(trace, name)]
     if missing:
         raise ValueError(f"trace must be what tiling.trace returns, got {type(trace).__name__} without {missing[0]}")
     if not 1 <= len(trace.steps) <= MAX_STEPS:
@@ -553,7 +552,7 @@ _SCRIPT = r"""
         var done = steps.some(function (t, index) { return t.i === i && t.last && index <= now; });
         strip.setAttribute("class", "fp-strip" + (done ? " fp-done" : ""));
       });
-      scoreTitle.textContent = skipped ? "Score tile: skipped" : "Score tile: queries down, keys across; dark is high";
+      scoreTitle.textContent = skipped ? "Score tile: skipped" : "Score tile: queries down, keys across; stronger is higher";
       if (skipped) {
         score.textContent = "";
         node(score, "p", { class: "fp-note" }, "No key of this tile is visible to any of its queries.");
