@@ -552,7 +552,7 @@ _SCRIPT = r"""
         var done = steps.some(function (t, index) { return t.i === i && t.last && index <= now; });
         strip.setAttribute("class", "fp-strip" + (done ? " fp-done" : ""));
       });
-      scoreTitle.textContent = skipped ? "Score tile: skipped" : "Score tile: queries down, keys across; stronger is higher";
+      scoreTitle.textContent = "Score tile: " + (skipped ? "skipped" : "queries down, keys across; stronger is higher");
       if (skipped) {
         score.textContent = "";
         node(score, "p", { class: "fp-note" }, "No key of this tile is visible to any of its queries.");
