@@ -299,7 +299,7 @@ def test_play_runs_to_the_end_and_space_stops_it(open_page):
     page.evaluate("() => { for (let k = 0; k < 20; k++) window.tick(); }")
     assert_shows(shown(page), trace, len(trace.steps) - 1, 0)
     page.keyboard.press("Home")
-    page.get_by_label(re.compile("^(Play|Pause)")).focus()
+    page.locator(".fp-play").focus()
     page.keyboard.press("Space")
     page.evaluate("window.tick()")
     assert_shows(shown(page), trace, 1, 0)
