@@ -107,8 +107,8 @@ DS = Exercise(
     level=2,
     task=(
         "A tile holds some of the queries and some of the keys. Write `ds_tile(p, v, dout, delta)`, the gradient of "
-        "its scaled scores. `p`: the tile of P, `(rows, keys)`. `v`: the tile's values, `(keys, head_dim_v)`. `dout`: the "
-        "tile's rows, `(rows, head_dim_v)`. `delta`: `(rows,)`, of the whole rows."
+        "its scaled scores. `p`: the tile of P, `(rows, keys)`. `v`: the tile's values, `(keys, head_dim_v)`. `dout`: "
+        "the tile's rows, `(rows, head_dim_v)`. `delta`: `(rows,)`, of the whole rows."
     ),
     name="ds_tile",
     stub='''def ds_tile(p, v, dout, delta):
@@ -183,8 +183,8 @@ DK_DV = Exercise(
     level=2,
     task=(
         "One tile of keys stays, the queries stream past it in tiles of `block_m` rows; the last one may be short. "
-        "Write `key_tile(q, k, v, dout, lse, delta, scale, block_m)`, which returns `(dk, dv)` of this key tile. There is no "
-        "mask. `q`, `dout`, `lse`, `delta` have all rows; `k`, `v` are the tile's. No array of `(len(q), len(k))`."
+        "Write `key_tile(q, k, v, dout, lse, delta, scale, block_m)`, which returns `(dk, dv)` of this key tile. There "
+        "is no mask. `q`, `dout`, `lse`, `delta` have all rows; `k`, `v` are the tile's. Build no array of all scores."
     ),
     name="key_tile",
     stub='''def key_tile(q, k, v, dout, lse, delta, scale, block_m):
