@@ -281,7 +281,9 @@ html[data-theme="dark"] .flash-player, body[data-jp-theme-light="false"] .flash-
 .flash-player .fp-three > div { min-width: 0; max-width: 100%; }
 .flash-player .fp-state td, .flash-player .fp-state th { font-size: 13px; white-space: normal; }
 .flash-player .fp-state td:last-child { font-weight: 600; }
-.flash-player .fp-note { min-height: 2.9em; margin: 6px 0 0; font-size: 13px; overflow-wrap: anywhere; white-space: pre-line; }
+.flash-player .fp-note {
+  min-height: 2.9em; margin: 6px 0 0; font-size: 13px; overflow-wrap: anywhere; white-space: pre-line;
+}
 .flash-player label { color: var(--soft); font-size: 12px; font-weight: 600; }
 .flash-player .fp-meter {
   height: 10px; border: 1px solid var(--line); border-radius: 5px; background: var(--panel); overflow: hidden;
