@@ -15,7 +15,7 @@ _DOUBLING = Exercise(
     ),
     name="factors",
     stub="factors = None",
-    solution="# Every score is computed and every query tile loads all keys: both grow as N².\nfactors = (4, 4, 2, 2)\n",
+    solution="# Every score is computed; every query tile loads all keys: both grow as N².\nfactors = (4, 4, 2, 2)\n",
     rtol=0.03,
     wrong=(
         Wrong(
