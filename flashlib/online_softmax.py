@@ -140,11 +140,15 @@ def state_of(s, v):
         gives the identity. A score that is NaN or +inf makes its row NaN, as it does in softmax (numpy warns of +inf).
 
     Raises:
-        ValueError: s has no axis; v has no axis for the n values of s, or another n; leading axes that do not fit.
+        ValueError: s or v holds no real numbers; s has no axis; v has another number of values than s, or leading axes
+            that do not fit.
 
     Source: the module's, with more than one score at a time.
     """
     s, v = np.asarray(s), np.asarray(v)
+    for name, x in (("s", s), ("v", v)):
+        if x.dtype.kind not in "biuf":
+            raise ValueError(f"{name} must hold real numbers, got {x.dtype}")
     if s.ndim < 1:
         raise ValueError("s must have shape (..., n), got a single number")
     if v.ndim < 2 or v.shape[-2] != s.shape[-1]:
@@ -174,7 +178,8 @@ def merge(a, b):
         raise ValueError(f"b must have the head_dim of a, {a.acc.shape[-1]}, got {b.acc.shape[-1]}")
     _check_rows("b", b.m.shape, "a", a.m.shape)
     m = np.maximum(a.m, b.m)
-    alpha_a, alpha_b = _exp_minus(a.m, m), _exp_minus(b.m, m)  # the larger of the two is 1
+    # The piece that holds the maximum gets 1, the other one shrinks.
+    alpha_a, alpha_b = _exp_minus(a.m, m), _exp_minus(b.m, m)
     l = alpha_a * a.l + alpha_b * b.l
     acc = alpha_a[..., None] * a.acc + alpha_b[..., None] * b.acc
     return State(m, l, acc)
@@ -288,9 +293,10 @@ def merge_lse(lse_a, out_a, lse_b, out_b):
 
 
 def _exp_minus(x, m):
-    # Where m is -inf every x is too, and -inf minus -inf is NaN: subtract 0 there, exp(-inf) is the 0 we want.
+    # Where m is -inf every x is too, and -inf minus -inf is NaN.
+    # Subtract 0 there: exp(-inf) is the 0 that is wanted.
     reference = np.where(np.isneginf(m), np.zeros_like(m), m)
-    # A difference below the dtype's range becomes -inf, whose exp is 0: as good as the true value.
+    # A difference below the dtype's range becomes -inf, and its exp 0.
     with np.errstate(over="ignore"):
         return np.exp(x - reference)
 

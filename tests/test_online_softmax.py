@@ -269,7 +269,9 @@ def test_value_errors_name_the_argument():
     a = state_of([1.0, 2.0], V[:2])
     rows = state_of(np.zeros((3, 2)), V[:2])
     for name, call in [
-        ("s must", lambda: state_of(1.0, V)),
+        ("s must have", lambda: state_of(1.0, V)),
+        ("s must hold real numbers", lambda: state_of(["a"], V[:1])),
+        ("v must hold real numbers", lambda: state_of([1.0], V[:1] * 1j)),
         (r"v must have shape \(\.\.\., 4, head_dim\)", lambda: state_of(np.zeros(4), np.zeros(4))),
         ("v must", lambda: state_of(np.zeros(4), np.zeros((3, 2)))),
         ("v must have rows", lambda: state_of(np.zeros((2, 4)), np.zeros((3, 4, 1)))),

@@ -128,7 +128,8 @@ MERGE_STATES = Exercise(
     task=(
         "Now with the values: write `merge_states`, which merges two states `(m, l, acc)`. `m` and `l` have one "
         "entry a row, `acc` one more axis of length head_dim. A state may have seen nothing (`m = -inf`, `l = 0`, "
-        "`acc = 0`): merged with it, the other state must come out unchanged, without a NaN, even if both have seen nothing."
+        "`acc = 0`): merged with it, the other state must come out unchanged, without a NaN, even if both have seen "
+        "nothing."
     ),
     name="merge_states",
     setup=SETUP,
