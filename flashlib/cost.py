@@ -1,7 +1,7 @@
 """What attention costs: the arithmetic it does, the bytes it moves, and the time these two allow at best.
 
-A kernel can go no faster than its arithmetic at the GPU's peak, nor than its bytes at the memory's bandwidth; the slower
-of the two is a lower bound of its time. Counting both by hand, pass by pass, shows where the naive form loses.
+A kernel's time is at least its arithmetic at the GPU's peak, and at least its bytes at the memory's bandwidth. Counting
+both by hand, pass by pass, shows where the naive form loses.
 
 Sources: Williams, Waterman and Patterson, "Roofline", 2009, https://doi.org/10.1145/1498765.1498785; Dao et al.,
 "FlashAttention", 2022, section 2 and Algorithm 0, https://arxiv.org/abs/2205.14135; each GPU's figures name theirs.
