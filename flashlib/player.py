@@ -281,7 +281,9 @@ html[data-theme="dark"] .flash-player, body[data-jp-theme-light="false"] .flash-
 .flash-player .fp-three > div { min-width: 0; max-width: 100%; }
 .flash-player .fp-state td, .flash-player .fp-state th { font-size: 13px; white-space: normal; }
 .flash-player .fp-state td:last-child { font-weight: 600; }
-.flash-player .fp-note { min-height: 2.9em; margin: 6px 0 0; font-size: 13px; overflow-wrap: anywhere; }
+.flash-player .fp-note {
+  min-height: 2.9em; margin: 6px 0 0; font-size: 13px; overflow-wrap: anywhere; white-space: pre-line;
+}
 .flash-player label { color: var(--soft); font-size: 12px; font-weight: 600; }
 .flash-player .fp-meter {
   height: 10px; border: 1px solid var(--line); border-radius: 5px; background: var(--panel); overflow: hidden;
@@ -526,12 +528,12 @@ _SCRIPT = r"""
     function noteOf(s, row) {
       var text = s.kind === "empty" ? "The state stays as it was."
         : "alpha = exp(m before − m after) = " + s.alpha[row] + " rescales what was there.";
-      if (s.p) text += " p = exp(s − m after) = " + listOf(s.p[row]) + ".";
+      if (s.p) text += "\np = exp(s − m after) = " + listOf(s.p[row]) + ".";
       if (!s.last) return text;
       var q = s.rows[0] + row;
-      if (data.lse[q] === "-inf") return text + " Row " + q + " has seen no key: out = 0, lse = -inf.";
-      return text + " Last tile of these queries: out = acc / l = " + listOf(data.out[q]) + "; lse = m + log l = " +
-        data.lse[q] + ".";
+      if (data.lse[q] === "-inf") return text + "\nRow " + q + " has seen no key: out = 0, lse = -inf.";
+      return text + "\nLast tile of these queries: out = acc / l = " + listOf(data.out[q]) +
+        ".\nlse = m + log l = " + data.lse[q] + ".";
     }
 
     function show() {
@@ -552,7 +554,7 @@ _SCRIPT = r"""
         var done = steps.some(function (t, index) { return t.i === i && t.last && index <= now; });
         strip.setAttribute("class", "fp-strip" + (done ? " fp-done" : ""));
       });
-      scoreTitle.textContent = "Score tile: " + (skipped ? "skipped" : "queries down, keys across; stronger is higher");
+      scoreTitle.textContent = skipped ? "Score tile: skipped" : "Score tile (stronger is higher)";
       if (skipped) {
         score.textContent = "";
         node(score, "p", { class: "fp-note" }, "No key of this tile is visible to any of its queries.");
