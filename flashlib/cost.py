@@ -285,3 +285,143 @@ def _check_sizes(**sizes):
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
             raise ValueError(f"{name} must be an int of at least 1, got {size!r}")
+
+
+# --- tiles ---------------------------------------------------------------------------------------------------------
+
+
+def visited_tiles(seqlen_q, seqlen_k, *, block_m, block_n, causal=False):
+    """Count the tiles of scores that are computed.
+
+    Args:
+        seqlen_q, seqlen_k: lengths.
+        block_m, block_n: queries and keys in a tile.
+        causal: tiles above the diagonal, aligned at the bottom right, are skipped.
+
+    Returns:
+        int.
+
+    Raises:
+        ValueError: a size is not an int of at least 1.
+    """
+    _check_tiles(seqlen_q, seqlen_k, block_m, block_n)
+    return sum(-(-keys // block_n) for _, keys in _rows_and_keys(seqlen_q, seqlen_k, block_m, block_n, causal))
+
+
+def requested_bytes(
+    seqlen_q,
+    seqlen_k,
+    head_dim,
+    *,
+    block_m,
+    block_n,
+    itemsize,
+    causal=False,
+    order="i-outer",
+    head_dim_v=None,
+):
+    """Count the bytes that a tiled forward loads and stores when nothing is cached, without running it.
+
+    Args:
+        seqlen_q, seqlen_k, head_dim: sizes of one head.
+        block_m, block_n: queries and keys in a tile.
+        itemsize: bytes of one element of q, k, v and out; the statistics lse, m and l have at least 4.
+        causal: tiles above the diagonal, aligned at the bottom right, are skipped.
+        order: "i-outer", `tiling.forward`; "j-outer", `traffic.forward_keys_outer`; "naive", `traffic.naive`.
+        head_dim_v: of v and out; head_dim unless given.
+
+    Returns:
+        dict: "loads" and "stores", each a dict of tensor name to bytes, and "total", all bytes; int.
+
+    Raises:
+        ValueError: a size is not an int of at least 1, order is none of the three, or it is "naive" and causal.
+
+    Source:
+        FlashAttention (Dao et al. 2022), proof of Theorem 2, here with every constant and ragged sizes.
+    """
+    _check_tiles(seqlen_q, seqlen_k, block_m, block_n)
+    _check_sizes(head_dim=head_dim, itemsize=itemsize)
+    if order not in ("i-outer", "j-outer", "naive"):
+        raise ValueError(f'order must be "i-outer", "j-outer" or "naive", got {order!r}')
+    if order == "naive" and causal:
+        raise ValueError('causal must be False where order is "naive", got True')
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    width, width_v, statistic = head_dim * itemsize, head_dim_v * itemsize, max(itemsize, 4)
+    walk = list(_rows_and_keys(seqlen_q, seqlen_k, block_m, block_n, causal))
+    keys = sum(keys for _, keys in walk)
+    if order == "i-outer":
+        loads = {"q": seqlen_q * width, "k": keys * width, "v": keys * width_v}
+        stores = {"out": seqlen_q * width_v, "lse": seqlen_q * statistic}
+    elif order == "j-outer":
+        # A query tile is visited once for every key tile that it sees, its last one cut short included.
+        rows = sum(rows * -(-keys // block_n) for rows, keys in walk)
+        loads = {"k": seqlen_k * width, "v": seqlen_k * width_v, "q": rows * width}
+        loads |= {"out": rows * width_v, "l": rows * statistic, "m": rows * statistic}
+        # Before the first step every row is set to the state of no keys.
+        rows += seqlen_q
+        stores = {"out": rows * width_v, "l": rows * statistic, "m": rows * statistic}
+    else:
+        scores = seqlen_q * seqlen_k * itemsize
+        loads = {"q": seqlen_q * width, "k": keys * width, "s": scores, "p": scores, "v": keys * width_v}
+        stores = {"s": scores, "p": scores, "out": seqlen_q * width_v}
+    return {"loads": loads, "stores": stores, "total": sum(loads.values()) + sum(stores.values())}
+
+
+def attention_memory_bytes(seqlen, head_dim, *, nheads, batch=1, itemsize=2, form="flash"):
+    """Count the bytes that one attention layer's forward holds in slow memory at its fullest.
+
+    Args:
+        seqlen, head_dim, nheads, batch: sizes; as many keys as queries.
+        itemsize: bytes of one element.
+        form: "flash" holds q, k, v, out and a float32 lse for each row; "naive" holds S and P in place of lse.
+
+    Returns:
+        int.
+
+    Raises:
+        ValueError: a size is not an int of at least 1, or form is neither.
+    """
+    if form not in ("flash", "naive"):
+        raise ValueError(f'form must be "flash" or "naive", got {form!r}')
+    _check_sizes(seqlen=seqlen, head_dim=head_dim, nheads=nheads, batch=batch, itemsize=itemsize)
+    if form == "flash":
+        extra = flash_extra_bytes(seqlen, batch=batch, nheads=nheads)
+    else:
+        extra = naive_extra_bytes(seqlen, seqlen, batch=batch, nheads=nheads, itemsize=itemsize)
+    # Each tensor once is what q, k, v and out occupy.
+    return compulsory_bytes(seqlen, seqlen, head_dim, batch=batch, nheads=nheads, itemsize=itemsize) + extra
+
+
+def longest_seqlen(memory_bytes, head_dim, *, nheads, batch=1, itemsize=2, form="flash"):
+    """Find the longest sequence whose attention layer fits in a memory; 0 where none does.
+
+    Args:
+        memory_bytes: bytes to fill.
+        head_dim, nheads, batch, itemsize, form: as for `attention_memory_bytes`.
+
+    Returns:
+        int: the longest seqlen.
+
+    Raises:
+        ValueError: a size is not an int of at least 1, or form is neither of the two.
+    """
+    sizes = {"head_dim": head_dim, "nheads": nheads, "batch": batch, "itemsize": itemsize, "form": form}
+    low, high = 0, 1
+    while attention_memory_bytes(high, **sizes) <= memory_bytes:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if attention_memory_bytes(middle, **sizes) <= memory_bytes else (low, middle)
+    return low
+
+
+def _rows_and_keys(seqlen_q, seqlen_k, block_m, block_n, causal):
+    """Yield (rows, keys) for each query tile: its rows, and the keys of all the tiles that it visits."""
+    for start in range(0, seqlen_q, block_m):
+        stop = min(start + block_m, seqlen_q)
+        seen = stop + seqlen_k - seqlen_q if causal else seqlen_k
+        yield stop - start, min(-(-max(seen, 0) // block_n) * block_n, seqlen_k)
+
+
+def _check_tiles(seqlen_q, seqlen_k, block_m, block_n):
+    _check_sizes(seqlen_q=seqlen_q, seqlen_k=seqlen_k, block_m=block_m, block_n=block_n)

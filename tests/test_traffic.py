@@ -78,6 +78,22 @@ def test_flash_requests_what_naive_does_less_four_passes():
         assert naive["total"] - flash["total"] == 4 * seqlen_q * seqlen_k * 2 - 4 * seqlen_q
 
 
+def test_tiles_that_hold_everything_request_each_tensor_once():
+    sizes = {"seqlen_q": 33, "seqlen_k": 20, "head_dim": 8}
+    options = {"block_m": 64, "block_n": 32, "itemsize": 2}
+    flash = cost.requested_bytes(**sizes, **options)["total"]
+    assert flash == cost.compulsory_bytes(**sizes, itemsize=2) + cost.flash_extra_bytes(33)
+    naive = cost.requested_bytes(**sizes, **options, order="naive")["total"]
+    assert naive == sum(step.moved_bytes for step in cost.naive_passes(**sizes, itemsize=2))
+
+
+@pytest.mark.parametrize("name", ["seqlen_q", "seqlen_k", "head_dim", "block_m", "block_n", "itemsize"])
+def test_sizes_are_checked(name):
+    sizes = dict.fromkeys(("seqlen_q", "seqlen_k", "head_dim", "block_m", "block_n", "itemsize"), 2)
+    with pytest.raises(ValueError, match=f"{name} must be an int of at least 1, got 0"):
+        cost.requested_bytes(**sizes | {name: 0})
+
+
 def test_what_lies_in_hbm_is_only_loaded_and_stored():
     hbm = HBM(makes=("new",))
     x, y = hbm.put(x=np.ones((4, 2)), y=np.ones((4, 2)))
@@ -132,7 +148,7 @@ def test_order_is_checked():
 def test_longest_seqlen_fits_and_one_more_does_not(form, memory):
     options = {"head_dim": 64, "nheads": 3, "batch": 2, "form": form}
     longest = cost.longest_seqlen(memory, **options)
-    assert cost.attention_memory_bytes(longest, **options) <= memory
+    assert longest == 0 if memory == 0 else cost.attention_memory_bytes(longest, **options) <= memory
     assert cost.attention_memory_bytes(longest + 1, **options) > memory
     with pytest.raises(ValueError, match="form must be"):
         cost.attention_memory_bytes(4, 4, nheads=1, form="fast")

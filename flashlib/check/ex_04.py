@@ -397,7 +397,8 @@ def forward(q, k, v, block_m, block_n, causal, scale):
             "each tile is given a softmax of its own and the results are added",
             edit=(
                 "            acc = alpha[:, None] * acc + p @ v_j\n",
-                "            l_tile = p.sum(axis=1)\n            acc = acc + p @ v_j / np.where(l_tile == 0, 1, l_tile)[:, None]\n"
+                "            l_tile = np.maximum(p.sum(axis=1), 1e-300)\n"
+                "            acc = acc + p @ v_j / l_tile[:, None]\n"
                 "            l_i = np.ones(len(q_i))\n",
             ),
         ),
