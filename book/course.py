@@ -281,7 +281,9 @@ class Progress:
                 file=self.file,
                 bar_format="{desc} {bar} cell {n_fmt} of {total_fmt}  {elapsed}",
                 ascii=" ▏▎▍▌▋▊▉█",
+                # Some terminals do not know their size; tqdm would then show nothing.
                 ncols=min(100, shutil.get_terminal_size().columns),
+                nrows=20,
                 leave=False,
             )
             self.stop = threading.Event()
