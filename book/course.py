@@ -281,7 +281,9 @@ class Progress:
                 file=self.file,
                 bar_format="{desc} {bar} cell {n_fmt} of {total_fmt}  {elapsed}",
                 ascii=" ▏▎▍▌▋▊▉█",
+                # Some terminals do not know their size; tqdm would then show nothing.
                 ncols=min(100, shutil.get_terminal_size().columns),
+                nrows=20,
                 leave=False,
             )
             self.stop = threading.Event()
@@ -472,6 +474,7 @@ def chapter_table(root):
         "| | chapter | after it you can | reading | runs in | exercises |",
         "|---|---|---|---|---|---|",
     ]
+    total_minutes = total_seconds = 0
     for path in chapters(root):
         notebook = read(path)
         number, _, name = title(notebook).partition(" ")
@@ -482,10 +485,16 @@ def chapter_table(root):
         can = can.replace("|", "\\|")
         minutes = reading_minutes(notebook)
         lines.append(f"| {number} | [{name}](notebooks/{path.name}) | {can} | {minutes} min | {runs} | {stars} |")
+        total_minutes += minutes
+        total_seconds += int(seconds or 0)
     cores = sorted({row["cpu_cores"] for row in recorded.values()}, key=int)
     where = f"measured on {' or '.join(cores)} CPU cores without a GPU" if cores else "not measured yet"
     levels = ", ".join(f"{stars} {time}" for stars, time in STARS.items())
-    lines += ["", f"Seconds to run: {where}. Exercises, not counted as reading: {levels}."]
+    lines += [
+        "",
+        f"In all {total_minutes // 60} h {total_minutes % 60} min of reading and {total_seconds} s to run, {where}.",
+    ]
+    lines += [f"Exercises are not counted as reading: {levels}."]
     return "\n".join(lines) + "\n"
 
 
