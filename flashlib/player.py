@@ -233,10 +233,12 @@ html[data-theme="dark"] .flash-player, body[data-jp-theme-light="false"] .flash-
   width: auto; margin: 0; border: 0; border-collapse: collapse; background: transparent; color: var(--ink);
   font-size: 12px; font-variant-numeric: tabular-nums;
 }
-.flash-player table tr, .flash-player table tr:hover { background: transparent; }
+/* JupyterLab's own rules for tables are stronger than a class. */
+.flash-player tr { background: transparent !important; }
+.flash-player th, .flash-player td { text-align: left !important; }
 .flash-player table th, .flash-player table td {
   padding: 2px 8px 2px 0; border: 0; border-bottom: 1px solid var(--line); background: transparent; color: var(--ink);
-  text-align: left; vertical-align: top; white-space: nowrap; max-width: none;
+  vertical-align: top; white-space: nowrap; max-width: none;
 }
 .flash-player table th { color: var(--soft); font-weight: 600; }
 .flash-player .fp-bar { display: flex; flex-wrap: wrap; gap: 6px; align-items: center; margin-bottom: 8px; }
