@@ -226,17 +226,21 @@ html[data-theme="dark"] .flash-player, body[data-jp-theme-light="false"] .flash-
 }
 .flash-player *, .flash-player *::before { box-sizing: border-box; }
 .flash-player:focus-visible, .flash-player :focus-visible { outline: 3px solid var(--focus); outline-offset: 2px; }
+.flash-player:focus-visible { outline-offset: -3px; }
 .flash-player p { margin: 0 0 8px; color: var(--ink); font-size: 14px; }
 .flash-player .fp-scroll { overflow-x: auto; }
 .flash-player table {
   width: auto; margin: 0; border: 0; border-collapse: collapse; background: transparent; color: var(--ink);
   font-size: 12px; font-variant-numeric: tabular-nums;
 }
-.flash-player th, .flash-player td {
+/* JupyterLab's own rules for tables are stronger than a class. */
+.flash-player tr { background: transparent !important; }
+.flash-player th, .flash-player td { text-align: left !important; }
+.flash-player table th, .flash-player table td {
   padding: 2px 8px 2px 0; border: 0; border-bottom: 1px solid var(--line); background: transparent; color: var(--ink);
-  text-align: left; vertical-align: top; white-space: nowrap; max-width: none;
+  vertical-align: top; white-space: nowrap; max-width: none;
 }
-.flash-player th { color: var(--soft); font-weight: 600; }
+.flash-player table th { color: var(--soft); font-weight: 600; }
 .flash-player .fp-bar { display: flex; flex-wrap: wrap; gap: 6px; align-items: center; margin-bottom: 8px; }
 .flash-player button, .flash-player select {
   min-width: 36px; height: 36px; margin: 0; padding: 0 8px; border: 1px solid var(--line); border-radius: 6px;
@@ -279,7 +283,7 @@ html[data-theme="dark"] .flash-player, body[data-jp-theme-light="false"] .flash-
 .flash-player .fp-legend span { display: inline-flex; gap: 5px; align-items: center; color: var(--soft); }
 .flash-player .fp-three { display: flex; flex-wrap: wrap; gap: 6px 14px; margin: 10px 0; }
 .flash-player .fp-three > div { min-width: 0; max-width: 100%; }
-.flash-player .fp-state td, .flash-player .fp-state th { font-size: 13px; white-space: normal; }
+.flash-player table.fp-state td, .flash-player table.fp-state th { font-size: 13px; white-space: normal; }
 .flash-player .fp-state td:last-child { font-weight: 600; }
 .flash-player .fp-note {
   min-height: 2.9em; margin: 6px 0 0; font-size: 13px; overflow-wrap: anywhere; white-space: pre-line;

@@ -370,7 +370,7 @@ def test_jupyterlab_theme_wins_over_the_system(open_page):
     assert seen[1] < 0.1
 
 
-@pytest.mark.parametrize("head_dim", [3, 8, 40])
+@pytest.mark.parametrize("head_dim", [8, 40])
 def test_a_phone_needs_no_sideways_scrolling(open_page, head_dim):
     trace = make_trace(12, 12, head_dim, head_dim, 4, 4)
     page = open_page(page_of(player(trace).html()), width=390)
