@@ -15,7 +15,7 @@ from pathlib import Path
 from flashlib import device
 
 # The releases of Triton that this file was tried with.
-CHECKED_TRITON = ("3.6.0", "3.7.1", "3.8.0")
+CHECKED_TRITON = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 # Scalars, pointers to them (k: constant), and tensor descriptors.
 _TYPE = re.compile(r"\*?k?(?:i1|[iu](?:8|16|32|64)|fp(?:16|32|64)|bf16|fp8\w+)|(?:tensordesc|nvTmaDesc).*")
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 103, 120, 121)
