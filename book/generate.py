@@ -6,6 +6,7 @@ beside this file: notation.yml (symbols) and stumbles.yml (what learners stumble
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import yaml
 from markdown_it import MarkdownIt
 from mdit_py_plugins.dollarmath import dollarmath_plugin
-from myst_parser.slugs import github_slugify, unique_slug
+from myst_parser.slugs import unique_slug
 
 HERE = Path(__file__).resolve().parent
 MARKER = re.compile(r"^<!-- generated: ([a-z_]+)((?: \S+)*) -->$", re.MULTILINE)
@@ -55,6 +56,11 @@ class Chapter:
         return f"[{text}](../notebooks/{self.name}.ipynb{'#' + anchor if anchor else ''})"
 
 
+def slug(heading):
+    """Return the anchor of a heading as JupyterLab makes it, so that one link works there and in the book."""
+    return heading.strip().replace(" ", "-")
+
+
 def read_book(source):
     """Return (settings, parts) of SOURCE/book.yml; a part is (caption, list of document names)."""
     book = yaml.safe_load((Path(source) / "book.yml").read_text(encoding="utf-8"))
@@ -85,12 +91,12 @@ def _read_chapter(path, _stamp):
         text = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             tokens = parser.parse(text)
-            for opening, inline in zip(tokens, tokens[1:], strict=False):
+            for opening, inline in itertools.pairwise(tokens):
                 if opening.type != "heading_open" or int(opening.tag[1]) > ANCHORED_LEVELS:
                     continue
                 pieces = [child.content for child in inline.children if child.type in ("text", "code_inline")]
                 section = "".join(pieces)
-                anchor = unique_slug(github_slugify(section), slugs)
+                anchor = unique_slug(slug(section), slugs)
                 slugs.add(anchor)
                 title = title or section
         tags = tuple(cell.get("metadata", {}).get("tags", ()))
@@ -238,7 +244,10 @@ def stumbles(source):
     met = where_met(source)
     rows = []
     for number, stumble in read_stumbles().items():
-        links = [chapter.link(f"{chapter.number}, {_plain(cell.section)}", cell.anchor) for chapter, cell in met.get(number, ())]
+        links = [
+            chapter.link(f"{chapter.number}, {_plain(cell.section)}", cell.anchor)
+            for chapter, cell in met.get(number, ())
+        ]
         later = f"chapter {stumble['chapter']}, to come" if "chapter" in stumble else stumble.get("answer", "–")
         rows.append((str(number), stumble["text"], "; ".join(dict.fromkeys(links)) or later))
     return _table(("no.", "what goes wrong", "where it is met"), rows)
@@ -254,7 +263,9 @@ def misconceptions(source):
         text.append(f"## {chapter.title}")
         for exercise in found:
             heading = f"{exercise.id} {exercise.stars} {exercise.title}"
-            text.append(f"**{_to_exercise(chapter, exercise, heading)}**: a result is recognised as what comes out when")
+            text.append(
+                f"**{_to_exercise(chapter, exercise, heading)}**: a result is recognised as what comes out when"
+            )
             text.append("\n".join(f"- {_plain(wrong.says)}{_stumble_mark(wrong)}" for wrong in exercise.wrong))
     return "\n\n".join(text)
 
