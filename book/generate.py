@@ -263,9 +263,7 @@ def misconceptions(source):
         text.append(f"## {chapter.title}")
         for exercise in found:
             heading = f"{exercise.id} {exercise.stars} {exercise.title}"
-            text.append(
-                f"**{_to_exercise(chapter, exercise, heading)}**: a result is recognised as what comes out when"
-            )
+            text.append(f"**{_to_exercise(chapter, exercise, heading)}**: the checker knows what comes out when")
             text.append("\n".join(f"- {_plain(wrong.says)}{_stumble_mark(wrong)}" for wrong in exercise.wrong))
     return "\n\n".join(text)
 
@@ -305,6 +303,9 @@ def predictions(chapter):
     for cell in chapter.cells:
         if cell.kind == "markdown":
             for question in re.findall(r"\*\*Predict:?\*\*:?\s*(.*?)(?=\n\s*\n|\Z)", cell.text, re.DOTALL):
+                if "?" not in question:
+                    # A sentence about predictions, not one of them.
+                    continue
                 # A link between chapters starts from notebooks/; these pages lie in book/.
                 asked = re.sub(r"\]\((?=\d\d_\w+\.ipynb)", "](../notebooks/", " ".join(question.split()))
                 found.append((cell, asked))

@@ -19,9 +19,15 @@ NUMBERS = [chapter.number for chapter in CHAPTERS]
 
 
 @pytest.fixture(scope="module")
-def book():
+def made(tmp_path_factory):
+    """The built book and what Sphinx said."""
+    return built(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def book(made):
     """The folder of the built book."""
-    return built()[0]
+    return made.folder
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +70,9 @@ def test_chapters_are_in_order_and_numbered_by_their_files():
 # --- the build -----------------------------------------------------------------------------------------------------
 
 
-def test_book_builds_without_a_warning():
-    _, process = built()
-    assert process.returncode == 0, process.stderr[-4000:]
-    assert process.stderr.strip() == ""
+def test_book_builds_without_a_warning(made):
+    assert made.status == 0, made.messages[-4000:]
+    assert made.messages.strip() == ""
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -229,9 +234,9 @@ def test_repository_buttons_when_it_is_set(tmp_path):
     shutil.copytree(ROOT / "book", source / "book", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / f"{chapter[0]['file']}.ipynb", source / "notebooks")
     (source / "book.yml").write_text(yaml.safe_dump(settings), encoding="utf-8")
-    process = build(source, tmp_path / "html")
-    assert process.returncode == 0, process.stderr[-4000:]
-    page = BeautifulSoup((tmp_path / "html" / f"{chapter[0]['file']}.html").read_text(encoding="utf-8"), "html.parser")
+    other = build(source, tmp_path)
+    assert other.status == 0, other.messages[-4000:]
+    page = BeautifulSoup((other.folder / f"{chapter[0]['file']}.html").read_text(encoding="utf-8"), "html.parser")
     found = buttons(page)
     assert repository in found
     assert f"https://colab.research.google.com/github/somebody/somewhere/blob/trunk/{chapter[0]['file']}.ipynb" in found

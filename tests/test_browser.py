@@ -57,11 +57,11 @@ class _Silent(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def site():
+def site(tmp_path_factory):
     """The address of the built book on a local server."""
-    folder, process = built()
-    assert process.returncode == 0, process.stderr[-4000:]
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Silent, directory=str(folder)))
+    book = built(tmp_path_factory)
+    assert book.status == 0, book.messages[-4000:]
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Silent, directory=str(book.folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
