@@ -1,6 +1,7 @@
 """The book: its pages are those of book.yml, they build without a warning, and what is generated is true."""
 
 import ast
+import json
 import math
 import re
 import shutil
@@ -313,6 +314,13 @@ def test_stumble_is_met_where_it_is_said_to_be(pages, number):
     assert len(row.find_all("a")) >= bool(met)
 
 
+def test_contributing_names_the_same_chapters():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## What learners stumble over")[2]
+    table = re.findall(r"^\| (\d+) \|.*\| ([^|]+) \|$", text, re.MULTILINE)
+    said = {int(number): where if where.isdigit() else None for number, where in table}
+    assert said == {number: stumble.get("chapter") for number, stumble in STUMBLES.items()}
+
+
 def test_every_stumble_tag_has_a_text():
     assert set(generate.where_met(ROOT)) <= set(STUMBLES)
 
@@ -384,6 +392,18 @@ def test_a_page_without_generated_lines_stays_as_it_is():
 )
 def test_text_is_escaped_outside_of_code(text, escaped):
     assert generate._plain(text) == escaped
+
+
+def test_headings_are_found_as_the_parser_finds_them():
+    text = "# 03 `merge` of $m$ and *more*\n\n```\n# no heading\n```\n\n## See [04](04_tiling.ipynb)\n\n##### too deep"
+    assert generate.headings(text) == ["03 merge of  and more", "See 04"]
+
+
+def test_equal_headings_get_anchors_of_their_own(tmp_path):
+    cells = [{"cell_type": "markdown", "source": [text], "metadata": {}} for text in ("# 03 X", "## Why", "## Why")]
+    (tmp_path / "03_x.ipynb").write_text(json.dumps({"cells": cells}), encoding="utf-8")
+    chapter = generate.read_chapter(tmp_path / "03_x.ipynb")
+    assert [cell.anchor for cell in chapter.cells] == ["03-X", "Why", "Why-1"]
 
 
 def test_opening_reads_the_bold_led_paragraphs():
