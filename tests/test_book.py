@@ -4,7 +4,9 @@ import ast
 import json
 import math
 import re
+import runpy
 import shutil
+import types
 import urllib.parse
 
 import pytest
@@ -242,6 +244,23 @@ def test_repository_buttons_when_it_is_set(tmp_path):
     assert repository in found
     assert f"https://colab.research.google.com/github/somebody/somewhere/blob/trunk/{chapter[0]['file']}.ipynb" in found
     assert page.title.get_text().endswith("Another title")
+
+
+@pytest.mark.parametrize(
+    ("repository", "options"),
+    [
+        ("", set()),
+        ("https://example.org/somebody/somewhere", {"repository_url"}),
+        ("https://github.com/somebody/somewhere", {"repository_url", "launch_buttons"}),
+    ],
+)
+def test_buttons_follow_the_repository(tmp_path, repository, options):
+    meta = {"title": "T", "author": "A", "repository": repository, "branch": "main", "colab": "https://x.example"}
+    (tmp_path / "book.yml").write_text(yaml.safe_dump({"meta": meta}), encoding="utf-8")
+    config = types.SimpleNamespace()
+    runpy.run_path(str(ROOT / "book" / "conf.py"))["apply_settings"](types.SimpleNamespace(srcdir=tmp_path), config)
+    assert set(config.html_theme_options) & {"repository_url", "launch_buttons"} == options
+    assert config.html_title == "T"
 
 
 # --- notation ------------------------------------------------------------------------------------------------------

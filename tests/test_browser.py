@@ -35,6 +35,13 @@ def need(condition, what):
         pytest.skip(reason)
 
 
+@pytest.mark.parametrize(("ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+def test_a_missing_browser_fails_where_everything_has_to_be_there(monkeypatch, ci, outcome):
+    monkeypatch.setenv("CI", ci)
+    with pytest.raises(outcome, match="chromium is not installed"):
+        need(None, "chromium")
+
+
 @pytest.fixture(scope="module")
 def browser():
     """One headless Chromium for all tests of this file."""
