@@ -1,0 +1,209 @@
+"""Attention written out, twice: the lesson in a few lines, and the oracle that every kernel is held against.
+
+Attention compares each query with every key (the scores S), turns each row of scores into weights that sum to one (P),
+and averages the values with these weights. Both functions store S and P in full; the oracle does it in float64.
+
+Source: Vaswani et al., "Attention Is All You Need", 2017, section 3.2.1, https://arxiv.org/abs/1706.03762
+"""
+
+import math
+
+import numpy as np
+import torch
+
+
+def naive_attention(q, k, v, scale=None):
+    """Compute softmax(scale·QKᵀ)V as three steps, with S and P stored in full, in the dtype of the inputs.
+
+    Args:
+        q: numpy array or torch tensor, (..., seqlen_q, head_dim).
+        k: the same, (..., seqlen_k, head_dim).
+        v: the same, (..., seqlen_k, head_dim_v).
+        scale: what a dot product is multiplied with; None means 1/sqrt(head_dim).
+
+    Returns:
+        (..., seqlen_q, head_dim_v), of the inputs' kind and dtype. There is no mask, so every row sees all keys.
+
+    Source: "Attention Is All You Need", equation 1.
+    """
+    xp = torch if isinstance(q, torch.Tensor) else np
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    # Scores: [seqlen_q, seqlen_k]
+    s = scale * (q @ k.swapaxes(-1, -2))
+    # Subtracting the row's maximum changes no weight and keeps exp from overflowing.
+    s = s - xp.amax(s, -1)[..., None]
+    p = xp.exp(s)
+    p = p / p.sum(-1)[..., None]
+    # A weighted mean of the values: [seqlen_q, head_dim_v]
+    return p @ v
+
+
+def attention(q, k, v, *, causal=False, window=None, scale=None, mask=None, bias=None, return_lse=False):
+    """Compute attention in float64, with every row's edge cases defined: the oracle of every test.
+
+    Args:
+        q: numpy array or torch tensor of floats, (..., seqlen_q, head_dim).
+        k: (..., seqlen_k, head_dim), the leading axes of q.
+        v: (..., seqlen_k, head_dim_v), the leading axes of q.
+        causal: query i sees the keys j <= i + seqlen_k - seqlen_q (aligned at the bottom right).
+        window: (left, right), how many keys a query sees before and after its own position, both inclusive; None means
+            no limit on that side. The position of query i among the keys is i + seqlen_k - seqlen_q.
+        scale: what a dot product is multiplied with; None means 1/sqrt(head_dim). 0.0 and negative values are honoured.
+        mask: booleans that broadcast to (..., seqlen_q, seqlen_k), True where a query sees a key; ANDed with the rest.
+        bias: floats that broadcast to (..., seqlen_q, seqlen_k), added to the scaled scores; -inf hides a key.
+        return_lse: also return the natural logarithm of each row's sum of exponentials, the maximum included.
+
+    Returns:
+        out, or (out, lse): float64, (..., seqlen_q, head_dim_v) and (..., seqlen_q), numpy if q is, otherwise torch and
+        differentiable. A row that sees no key has out exactly 0, lse exactly -inf, gradients exactly 0. What a masked
+        key or value holds, NaN or infinite, never shows.
+
+    Raises:
+        ValueError: an argument's kind, dtype or shape is not as above.
+
+    Source: "Attention Is All You Need", section 3.2; alignment and rows without a key are this course's definition.
+    """
+    _check_tensors(q, k, v)
+    _check_options(q, k, window, scale, mask, bias)
+    wants_numpy = isinstance(q, np.ndarray)
+    q, k, v = (_double(x, None) for x in (q, k, v))
+    seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+
+    seen = _seen_by_position(seqlen_q, seqlen_k, causal, window, q.device)
+    if mask is not None:
+        seen = seen & torch.as_tensor(mask, device=q.device)
+    if bias is not None:
+        bias = _double(bias, q.device)
+        seen = seen & (bias != -math.inf)
+    seen = seen.expand(*q.shape[:-2], seqlen_q, seqlen_k)
+
+    s = _scores(q, k, scale, seen)
+    if bias is not None:
+        s = s + torch.where(seen, bias, 0.0)
+    p, lse = _softmax(s.masked_fill(~seen, -math.inf), seen)
+    out = _weighted_mean(p, v, seen)
+    if wants_numpy:
+        out, lse = out.numpy(), lse.numpy()
+    return (out, lse) if return_lse else out
+
+
+def _seen_by_position(seqlen_q, seqlen_k, causal, window, device):
+    """Return which keys each query sees by causality and window alone, [seqlen_q, seqlen_k]."""
+    i = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
+    j = torch.arange(seqlen_k, device=device)[None, :]
+    left, right = window or (None, None)
+    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    if causal:
+        seen &= j <= i
+    if left is not None:
+        seen &= j >= i - left
+    if right is not None:
+        seen &= j <= i + right
+    return seen
+
+
+def _scores(q, k, scale, seen):
+    """Return scale·QKᵀ, where nothing that is not finite reaches a gradient but through a score that is seen."""
+    finite_q, finite_k = q.isfinite().all(-1), k.isfinite().all(-1)
+    s = scale * (_zero_unless(finite_q, q) @ _zero_unless(finite_k, k).transpose(-1, -2))
+    if finite_q.all() and finite_k.all():
+        return s
+    finite = finite_q[..., :, None] & finite_k[..., None, :]
+    with torch.no_grad():
+        raw = scale * (q @ k.transpose(-1, -2))
+    return torch.where(seen & ~finite, raw, s)
+
+
+def _softmax(s, seen):
+    """Return the weights, 0 in a row that sees no key, and the log-sum-exp, -inf in such a row."""
+    no_key = ~seen.any(-1)
+    # The maximum cancels in exact arithmetic, so no gradient needs to pass through it.
+    m = s.detach().amax(-1) if s.shape[-1] else s.new_zeros(s.shape[:-1])
+    m = torch.where(no_key, 0.0, m)
+    p = torch.exp(s - m[..., None])
+    l = torch.where(no_key, 1.0, p.sum(-1))
+    return p / l[..., None], torch.where(no_key, -math.inf, m + l.log())
+
+
+def _weighted_mean(p, v, seen):
+    """Return PV, where a value that is not finite reaches the rows that see it and no other."""
+    # The choice at the end is what keeps the gradient of a row without a key at 0, whatever is sent back into it.
+    out = torch.where(seen.any(-1, keepdim=True), p @ torch.where(v.isfinite(), v, 0.0), 0.0)
+    if not v.isfinite().all():
+        for special, where in [(math.inf, v == math.inf), (-math.inf, v == -math.inf), (math.nan, v.isnan())]:
+            reached = seen.double() @ where.double() > 0
+            out = torch.where(reached, out + special, out)
+    return out
+
+
+def _zero_unless(condition, x):
+    return torch.where(condition[..., None], x, 0.0)
+
+
+def _double(x, device):
+    if isinstance(x, np.ndarray):
+        # A copy: the result must never share memory with the input.
+        x = torch.from_numpy(np.array(x, dtype=np.float64))
+    return x.to(device=device, dtype=torch.float64)
+
+
+# --- input checks --------------------------------------------------------------------------------------------------
+
+
+def _check_tensors(q, k, v):
+    kind, kind_name = (np.ndarray, "numpy array") if isinstance(q, np.ndarray) else (torch.Tensor, "torch tensor")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, (np.ndarray, torch.Tensor)):
+            raise ValueError(f"{name} must be a numpy array or a torch tensor, got {type(x).__name__}")
+        if not isinstance(x, kind):
+            raise ValueError(f"{name} must be a {kind_name} as q is, got {type(x).__name__}")
+        if not _is_float(x):
+            raise ValueError(f"{name} must have a floating-point dtype, got {x.dtype}")
+        if x.ndim < 2:
+            raise ValueError(f"{name} must have at least 2 axes (..., seqlen, head_dim), got shape {tuple(x.shape)}")
+        if x.shape[:-2] != q.shape[:-2]:
+            raise ValueError(
+                f"{name} must have the leading axes of q, {tuple(q.shape[:-2])}, got {tuple(x.shape[:-2])}"
+            )
+        if x.shape[-1] == 0:
+            raise ValueError(f"{name} must have a head_dim of at least 1, got shape {tuple(x.shape)}")
+        if kind is torch.Tensor and x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k must have the head_dim of q, {q.shape[-1]}, got {k.shape[-1]}")
+    if v.shape[-2] != k.shape[-2]:
+        raise ValueError(f"v must have the seqlen of k, {k.shape[-2]}, got {v.shape[-2]}")
+
+
+def _check_options(q, k, window, scale, mask, bias):
+    if window is not None:
+        if not (isinstance(window, (tuple, list)) and len(window) == 2):
+            raise ValueError(f"window must be a pair (left, right) or None, got {window!r}")
+        for side, size in zip(("left", "right"), window, strict=True):
+            if size is not None and (isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 0):
+                raise ValueError(f"window {side} must be an int of at least 0 or None, got {size!r}")
+    if scale is not None and not (isinstance(scale, (int, float, np.number)) and math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number or None, got {scale!r}")
+    shape = (*q.shape[:-2], q.shape[-2], k.shape[-2])
+    for name, x in (("mask", mask), ("bias", bias)):
+        if x is None:
+            continue
+        if not isinstance(x, (np.ndarray, torch.Tensor)):
+            raise ValueError(f"{name} must be a numpy array or a torch tensor, got {type(x).__name__}")
+        if name == "mask" and x.dtype not in (np.dtype(bool), torch.bool):
+            raise ValueError(f"mask must have dtype bool, True where a query sees a key, got {x.dtype}")
+        if name == "bias" and not _is_float(x):
+            raise ValueError(f"bias must have a floating-point dtype, got {x.dtype}")
+        if not _broadcasts(x.shape, shape):
+            raise ValueError(f"{name} must broadcast to {tuple(shape)}, got shape {tuple(x.shape)}")
+
+
+def _is_float(x):
+    return x.dtype.kind == "f" if isinstance(x, np.ndarray) else x.dtype.is_floating_point
+
+
+def _broadcasts(shape, target):
+    return len(shape) <= len(target) and all(
+        a in (1, b) for a, b in zip(reversed(shape), reversed(target), strict=False)
+    )
