@@ -28,16 +28,16 @@ WIDTH = 2048
 def candidates(kernel, columns, itemsize, limit_bytes):
     """Return the tiles worth trying: those whose operands fit into shared memory and whose sums fit into registers."""
     # Each kernel keeps one side in registers and streams the other.
-    sides = ((64, 128, 256), (32, 64, 128)) if kernel != "dkdv" else ((32, 64, 128), (64, 128, 256))
-    if itemsize == 4:
+    sides = ((64, 128, 256), (64, 128)) if kernel != "dkdv" else ((32, 64, 128), (64, 128))
+    if itemsize == 4 or columns > 128:
         sides = ((32, 64, 128), (32, 64)) if kernel != "dkdv" else ((32, 64), (32, 64, 128))
     found = []
-    for block_m, block_n, warps, stages in itertools.product(*sides, (4, 8), (1, 2, 3, 4)):
+    for block_m, block_n, warps, stages in itertools.product(*sides, (4, 8), (1, 2, 3)):
         kept, streamed = (block_m, block_n) if kernel != "dkdv" else (block_n, block_m)
         held = 1 if kernel == "forward" else 2
         shared = itemsize * columns * (held * kept + 2 * stages * streamed)
         sums = columns * kept * (2 if kernel == "dkdv" else 1) + kept * streamed * (1 if kernel == "forward" else 2)
-        if shared <= limit_bytes and 16 <= sums / (32 * warps) <= 230 and kept >= 8 * warps:
+        if shared <= limit_bytes and 24 <= sums / (32 * warps) <= 230 and kept >= 8 * warps:
             found.append(Tile(block_m, block_n, warps, stages))
     return found
 
