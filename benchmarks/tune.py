@@ -37,8 +37,15 @@ def candidates(kernel, columns, itemsize, limit_bytes):
         held = 1 if kernel == "forward" else 2
         shared = itemsize * columns * (held * kept + 2 * stages * streamed)
         sums = columns * kept * (2 if kernel == "dkdv" else 1) + kept * streamed * (1 if kernel == "forward" else 2)
-        if shared <= limit_bytes and 24 <= sums / (32 * warps) <= 230 and kept >= 8 * warps:
-            found.append(Tile(block_m, block_n, warps, stages))
+        registers = sums / (32 * warps)
+        if shared > limit_bytes or not 24 <= registers <= 230 or kept < 8 * warps:
+            continue
+        found.append(Tile(block_m, block_n, warps, stages))
+        # A cap on registers lets one more program onto a multiprocessor, as long as its shared memory fits too.
+        for programs in range(2, 7):
+            cap = 65536 // (32 * warps * programs) // 8 * 8
+            if itemsize == 2 and shared * programs <= limit_bytes and registers + 8 <= cap <= registers + 72:
+                found.append(Tile(block_m, block_n, warps, stages, min(cap, 248)))
     return found
 
 
@@ -119,7 +126,7 @@ def main():
 
     with open(args.out, "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow("kernel head_dim dtype causal block_m block_n num_warps num_stages descriptor ms failed".split())
+        writer.writerow("kernel head_dim dtype causal block_m block_n num_warps num_stages max_registers descriptor ms failed".split())
         for case in cases:
             mine = [(job, why) for job, why in zip(jobs, failed, strict=True) if job[:4] == case]
             tensors = inputs(case[1], case[2], args.seqlen)

@@ -30,8 +30,8 @@ def _delta_kernel(
     h = pid_bh % nheads
     offs_m = first_m + tl.arange(0, BLOCK_M)
     ACC: tl.constexpr = delta_ptr.dtype.element_ty
-    out = load_tile(out_ptr, stride_out, b, h, first_m, seqlen_q, BLOCK_M, COLS_V, HEAD_DIM_V, True, False, WIDE)
-    dout = load_tile(dout_ptr, stride_dout, b, h, first_m, seqlen_q, BLOCK_M, COLS_V, HEAD_DIM_V, True, False, WIDE)
+    out = load_tile(out_ptr, stride_out, b, h, first_m, seqlen_q, BLOCK_M, COLS_V, HEAD_DIM_V, False, WIDE)
+    dout = load_tile(dout_ptr, stride_dout, b, h, first_m, seqlen_q, BLOCK_M, COLS_V, HEAD_DIM_V, False, WIDE)
     delta = tl.sum(out.to(ACC) * dout.to(ACC), 1)  # [BLOCK_M]
     if dlse_ptr is not None:
         # d lse / d s = p: the gradient of lse enters where delta does, with the other sign.
@@ -53,8 +53,8 @@ def _load_row_numbers(lse_ptr, delta_ptr, pid_bh, offs_m, seqlen_q):
 
 @triton.jit
 def _p_and_ds(
-    s, dp, lse, delta, b, h, i, j, seqlen_q, seqlen_k, aux, score_aux, scale, qk_scale,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, GRAD: tl.constexpr, TESTED: tl.constexpr,
+    s, dp, lse, delta, b, h, i, j, seqlen_q, seqlen_k, aux, score_aux, scale, qk_scale, tested,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, GRAD: tl.constexpr,
 ):  # fmt: skip
     """Return p and the gradient ds of scale·qk, from s = qk, dp, and lse and delta broadcast along the keys."""
     if SCORE is not None:
@@ -63,7 +63,7 @@ def _p_and_ds(
         log_p = SCORE(s * scale, b, h, i_safe, j_safe, score_aux) * LOG2_E - lse
     else:
         log_p = s * qk_scale - lse
-    if TESTED:
+    if tested:
         log_p = tl.where(visible(b, h, i, j, seqlen_q, seqlen_k, aux, CAUSAL, MASK), log_p, float("-inf"))
     p = tl.exp2(log_p)
     ds = p * (dp - delta)
@@ -88,33 +88,29 @@ def _dkdv_kernel(
     h = pid_bh % nheads
     offs_n = first_n + tl.arange(0, BLOCK_N)
     ACC: tl.constexpr = lse_ptr.dtype.element_ty
-    k = load_tile(k_ptr, stride_k, b, h, first_n, seqlen_k, BLOCK_N, COLS, HEAD_DIM, True, False, WIDE)
-    v = load_tile(v_ptr, stride_v, b, h, first_n, seqlen_k, BLOCK_N, COLS_V, HEAD_DIM_V, True, False, WIDE)
+    k = load_tile(k_ptr, stride_k, b, h, first_n, seqlen_k, BLOCK_N, COLS, HEAD_DIM, False, WIDE)
+    v = load_tile(v_ptr, stride_v, b, h, first_n, seqlen_k, BLOCK_N, COLS_V, HEAD_DIM_V, False, WIDE)
     dk = tl.zeros([BLOCK_N, COLS], ACC)
     dv = tl.zeros([BLOCK_N, COLS_V], ACC)
 
     lo, lo_full, hi_full, hi = query_range(
         b, h, first_n, first_n + BLOCK_N, seqlen_q, seqlen_k, aux, BLOCK_M, CAUSAL, MASK, QUERIES
     )
-    for stretch in tl.static_range(0, 2 if MASK is None else 3):
-        first = lo if stretch == 0 else (lo_full if stretch == 1 else hi_full)
-        last = tl.minimum(lo_full, hi) if stretch == 0 else (hi_full if stretch == 1 else hi)
-        for first_m in tl.range(first, last, BLOCK_M):
-            offs_m = first_m + tl.arange(0, BLOCK_M)
-            q = load_tile(q_ptr, stride_q, b, h, first_m, seqlen_q, BLOCK_M, COLS, HEAD_DIM, True, DESCRIPTOR, WIDE)
-            lse, delta = _load_row_numbers(lse_ptr, delta_ptr, pid_bh, offs_m, seqlen_q)
-            # Everything transposed, [BLOCK_N, BLOCK_M]: then p and ds are left operands and stay in registers.
-            s = tl.dot(k, q.T, input_precision=PRECISION, out_dtype=ACC)
-            dout = load_tile(
-                dout_ptr, stride_dout, b, h, first_m, seqlen_q, BLOCK_M, COLS_V, HEAD_DIM_V, True, DESCRIPTOR, WIDE
-            )
-            dp = tl.dot(v, dout.T, input_precision=PRECISION, out_dtype=ACC)
-            p, ds = _p_and_ds(
-                s, dp, lse[None, :], delta[None, :], b, h, offs_m[None, :], offs_n[:, None], seqlen_q, seqlen_k,
-                aux, score_aux, scale, qk_scale, CAUSAL, MASK, SCORE, GRAD, stretch != 1,
-            )  # fmt: skip
-            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=ACC)
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION, out_dtype=ACC)
+    for first_m in tl.range(lo, hi, BLOCK_M):
+        offs_m = first_m + tl.arange(0, BLOCK_M)
+        q = load_tile(q_ptr, stride_q, b, h, first_m, seqlen_q, BLOCK_M, COLS, HEAD_DIM, DESCRIPTOR, WIDE)
+        lse, delta = _load_row_numbers(lse_ptr, delta_ptr, pid_bh, offs_m, seqlen_q)
+        # Everything transposed, [BLOCK_N, BLOCK_M]: then p and ds are left operands and stay in registers.
+        s = tl.dot(k, q.T, input_precision=PRECISION, out_dtype=ACC)
+        dout = load_tile(dout_ptr, stride_dout, b, h, first_m, seqlen_q, BLOCK_M, COLS_V, HEAD_DIM_V, DESCRIPTOR, WIDE)
+        dp = tl.dot(v, dout.T, input_precision=PRECISION, out_dtype=ACC)
+        tested = first_m < lo_full or first_m >= hi_full
+        p, ds = _p_and_ds(
+            s, dp, lse[None, :], delta[None, :], b, h, offs_m[None, :], offs_n[:, None], seqlen_q, seqlen_k,
+            aux, score_aux, scale, qk_scale, tested, CAUSAL, MASK, SCORE, GRAD,
+        )  # fmt: skip
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=ACC)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION, out_dtype=ACC)
 
     store_tile(dk_ptr, stride_dk, dk * scale, b, h, first_n, seqlen_k, BLOCK_N, COLS, HEAD_DIM, WIDE)
     store_tile(dv_ptr, stride_dv, dv, b, h, first_n, seqlen_k, BLOCK_N, COLS_V, HEAD_DIM_V, WIDE)
@@ -139,27 +135,25 @@ def _dq_kernel(
     first_m = pid_m * BLOCK_M
     offs_m = first_m + tl.arange(0, BLOCK_M)
     ACC: tl.constexpr = lse_ptr.dtype.element_ty
-    q = load_tile(q_ptr, stride_q, b, h, first_m, seqlen_q, BLOCK_M, COLS, HEAD_DIM, True, False, WIDE)
-    dout = load_tile(dout_ptr, stride_dout, b, h, first_m, seqlen_q, BLOCK_M, COLS_V, HEAD_DIM_V, True, False, WIDE)
+    q = load_tile(q_ptr, stride_q, b, h, first_m, seqlen_q, BLOCK_M, COLS, HEAD_DIM, False, WIDE)
+    dout = load_tile(dout_ptr, stride_dout, b, h, first_m, seqlen_q, BLOCK_M, COLS_V, HEAD_DIM_V, False, WIDE)
     lse, delta = _load_row_numbers(lse_ptr, delta_ptr, pid_bh, offs_m, seqlen_q)
     dq = tl.zeros([BLOCK_M, COLS], ACC)
 
     end_m = tl.minimum(first_m + BLOCK_M, seqlen_q)
     lo, lo_full, hi_full, hi = key_range(b, h, first_m, end_m, seqlen_q, seqlen_k, aux, BLOCK_N, CAUSAL, MASK, KEYS)
-    for stretch in tl.static_range(1 if MASK is None else 0, 3):
-        first = lo if stretch == 0 else (lo_full if stretch == 1 else hi_full)
-        last = tl.minimum(lo_full, hi) if stretch == 0 else (hi_full if stretch == 1 else hi)
-        for first_n in tl.range(first, last, BLOCK_N):
-            offs_n = first_n + tl.arange(0, BLOCK_N)
-            k = load_tile(k_ptr, stride_k, b, h, first_n, seqlen_k, BLOCK_N, COLS, HEAD_DIM, stretch != 1, DESCRIPTOR, WIDE)
-            v = load_tile(v_ptr, stride_v, b, h, first_n, seqlen_k, BLOCK_N, COLS_V, HEAD_DIM_V, stretch != 1, DESCRIPTOR, WIDE)
-            s = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=ACC)
-            dp = tl.dot(dout, v.T, input_precision=PRECISION, out_dtype=ACC)
-            _, ds = _p_and_ds(
-                s, dp, lse[:, None], delta[:, None], b, h, offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k,
-                aux, score_aux, scale, qk_scale, CAUSAL, MASK, SCORE, GRAD, stretch != 1,
-            )  # fmt: skip
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=ACC)
+    for first_n in tl.range(lo, hi, BLOCK_N):
+        offs_n = first_n + tl.arange(0, BLOCK_N)
+        k = load_tile(k_ptr, stride_k, b, h, first_n, seqlen_k, BLOCK_N, COLS, HEAD_DIM, DESCRIPTOR, WIDE)
+        v = load_tile(v_ptr, stride_v, b, h, first_n, seqlen_k, BLOCK_N, COLS_V, HEAD_DIM_V, DESCRIPTOR, WIDE)
+        s = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=ACC)
+        dp = tl.dot(dout, v.T, input_precision=PRECISION, out_dtype=ACC)
+        tested = first_n < lo_full or first_n >= hi_full
+        _, ds = _p_and_ds(
+            s, dp, lse[:, None], delta[:, None], b, h, offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k,
+            aux, score_aux, scale, qk_scale, tested, CAUSAL, MASK, SCORE, GRAD,
+        )  # fmt: skip
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=ACC)
 
     store_tile(dq_ptr, stride_dq, dq * scale, b, h, first_m, seqlen_q, BLOCK_M, COLS, HEAD_DIM, WIDE)
 

@@ -42,44 +42,38 @@ def _forward_kernel(
     offs_m = first_m + tl.arange(0, BLOCK_M)
     ACC: tl.constexpr = lse_ptr.dtype.element_ty
 
-    q = load_tile(q_ptr, stride_q, b, h, first_m, seqlen_q, BLOCK_M, COLS, HEAD_DIM, True, False, WIDE)
+    q = load_tile(q_ptr, stride_q, b, h, first_m, seqlen_q, BLOCK_M, COLS, HEAD_DIM, False, WIDE)
     m_i = tl.full([BLOCK_M], float("-inf"), ACC)
     l_i = tl.zeros([BLOCK_M], ACC)
     acc = tl.zeros([BLOCK_M, COLS_V], ACC)
 
     end_m = tl.minimum(first_m + BLOCK_M, seqlen_q)
     lo, lo_full, hi_full, hi = key_range(b, h, first_m, end_m, seqlen_q, seqlen_k, aux, BLOCK_N, CAUSAL, MASK, KEYS)
-    # Three stretches of keys: partial tiles before the full ones, the full ones, partial tiles after them.
-    for stretch in tl.static_range(1 if MASK is None else 0, 3):
-        first = lo if stretch == 0 else (lo_full if stretch == 1 else hi_full)
-        last = tl.minimum(lo_full, hi) if stretch == 0 else (hi_full if stretch == 1 else hi)
-        for first_n in tl.range(first, last, BLOCK_N):
-            k = load_tile(k_ptr, stride_k, b, h, first_n, seqlen_k, BLOCK_N, COLS, HEAD_DIM, stretch != 1, DESCRIPTOR, WIDE)
-            s = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=ACC)  # [BLOCK_M, BLOCK_N]
-            offs_n = first_n + tl.arange(0, BLOCK_N)
-            if SCORE is not None:
-                s = SCORE(s * scale, b, h, tl.minimum(offs_m, seqlen_q - 1)[:, None],
-                          tl.minimum(offs_n, seqlen_k - 1)[None, :], score_aux) * LOG2_E  # fmt: skip
-            elif not FOLD:
-                s = s * qk_scale
-            if stretch != 1:
-                seen = visible(b, h, offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k, aux, CAUSAL, MASK)
-                s = tl.where(seen, s, float("-inf"))
-            m_tile = tl.max(s, 1)
-            if FOLD:
-                # A positive scale commutes with max, so it costs a row, not an element; exp2's argument is one FMA.
-                m_new = tl.maximum(m_i, m_tile * qk_scale)
-            else:
-                m_new = tl.maximum(m_i, m_tile)
-            # A row that has seen no key yet: -inf minus -inf would be NaN.
-            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if stretch != 1 or SCORE is not None else m_new
-            p = tl.exp2((s * qk_scale if FOLD else s) - m_safe[:, None])
-            alpha = tl.exp2(m_i - m_safe)
-            l_i = l_i * alpha + tl.sum(p, 1)
-            acc = acc * alpha[:, None]
-            v = load_tile(v_ptr, stride_v, b, h, first_n, seqlen_k, BLOCK_N, COLS_V, HEAD_DIM_V, stretch != 1, DESCRIPTOR, WIDE)
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION, out_dtype=ACC)
-            m_i = m_new
+    for first_n in tl.range(lo, hi, BLOCK_N):
+        k = load_tile(k_ptr, stride_k, b, h, first_n, seqlen_k, BLOCK_N, COLS, HEAD_DIM, DESCRIPTOR, WIDE)
+        s = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=ACC)  # [BLOCK_M, BLOCK_N]
+        offs_n = first_n + tl.arange(0, BLOCK_N)
+        if SCORE is not None:
+            i = tl.minimum(offs_m, seqlen_q - 1)
+            j = tl.minimum(offs_n, seqlen_k - 1)
+            s = SCORE(s * scale, b, h, i[:, None], j[None, :], score_aux) * LOG2_E
+        elif not FOLD:
+            s = s * qk_scale
+        if first_n < lo_full or first_n >= hi_full:
+            seen = visible(b, h, offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k, aux, CAUSAL, MASK)
+            s = tl.where(seen, s, float("-inf"))
+        m_tile = tl.max(s, 1)
+        # A positive scale commutes with max: it costs one product a row, and exp2's argument is one FMA an element.
+        m_new = tl.maximum(m_i, m_tile * qk_scale if FOLD else m_tile)
+        # A row that has seen no key yet: -inf minus -inf would be NaN.
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2((s * qk_scale if FOLD else s) - m_safe[:, None])
+        alpha = tl.exp2(m_i - m_safe)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        v = load_tile(v_ptr, stride_v, b, h, first_n, seqlen_k, BLOCK_N, COLS_V, HEAD_DIM_V, DESCRIPTOR, WIDE)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION, out_dtype=ACC)
+        m_i = m_new
 
     # A row that sees no key has l = 0: out 0 and lse -inf, not 0/0.
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)

@@ -24,12 +24,14 @@ DESCRIPTOR_FROM = 512
 
 
 class Tile(NamedTuple):
-    """How one kernel is launched: rows of queries and of keys in a tile, warps in a program, depth of the pipeline."""
+    """How one kernel is launched: rows of queries and of keys, warps of a program, depth of its pipeline, and at most how
+    many registers a thread may use, so that more programs fit on a multiprocessor; None leaves that to the compiler."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 @triton.jit
@@ -43,7 +45,6 @@ def load_tile(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DIM: tl.constexpr,
-    TESTED: tl.constexpr,
     DESCRIPTOR: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -52,14 +53,10 @@ def load_tile(
         # Rank 4, so that the copy engine itself knows where this head's rows end.
         tile = x.load([b, h, first, 0]).reshape(ROWS, COLS)
     else:
-        ptrs = tile_pointers(x, stride, b, h, first, ROWS, COLS, WIDE)
-        if TESTED or DIM < COLS:
-            inside = (tl.arange(0, COLS) < DIM)[None, :]
-            if TESTED:
-                inside = inside & (first + tl.arange(0, ROWS) < length)[:, None]
-            tile = tl.load(ptrs, mask=inside, other=0.0)
-        else:
-            tile = tl.load(ptrs)
+        inside = (first + tl.arange(0, ROWS) < length)[:, None]
+        if DIM < COLS:
+            inside = inside & (tl.arange(0, COLS) < DIM)[None, :]
+        tile = tl.load(tile_pointers(x, stride, b, h, first, ROWS, COLS, WIDE), mask=inside, other=0.0)
     return tile
 
 
@@ -214,6 +211,7 @@ def plan(kernel, q, v, causal, loaded):
         "WIDE": wide(q, v, *loaded),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
+        "maxnreg": tile.max_registers,
     }
     return Plan(tile, tile.block_m if kernel == "dkdv" else tile.block_n, constants)
 

@@ -50,6 +50,6 @@ def job(kernel, dtype, head_dim, causal, capability, tile=None, descriptors=None
         "signature": signature,
         "constexprs": constants,
         "capability": capability,
-        "options": {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        "options": {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "maxnreg": tile.max_registers},
         "divisible": [*strides, "seqlen_q", "seqlen_k"],
     }
