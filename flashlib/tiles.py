@@ -1,0 +1,245 @@
+"""A tile: how it is addressed, how it is loaded and stored, and how large it is on each GPU.
+
+A tensor is a pointer and a tuple of strides, or, where the layout allows it, a descriptor that the copy engine of newer
+GPUs reads; the kernels see neither, they ask for a tile. Tile sizes come from a table that `benchmarks/tune.py` found.
+
+Source: FlashAttention-2, section 3.3 (tile sizes), https://arxiv.org/abs/2307.08691
+"""
+
+import contextlib
+import functools
+import importlib
+from typing import NamedTuple
+
+import torch
+
+from flashlib import device
+from flashlib.device import tl, triton
+
+
+_tensor_descriptor = importlib.import_module('triton.tools.tensor_descriptor').TensorDescriptor
+
+# Descriptors cost the host some time, which pays from this length on.
+DESCRIPTOR_FROM = 512
+
+
+class Tile(NamedTuple):
+    """How one kernel is launched: rows of queries and of keys, warps of a program, depth of its pipeline, and at most how
+    many registers a thread may use, so that more programs fit on a multiprocessor; None leaves that to the compiler."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+
+@triton.jit
+def load_tile(
+    x,
+    stride,
+    b,
+    h,
+    first,
+    length,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DIM: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Load rows first … first + ROWS of x[b, h]; what lies past `length` rows or DIM columns is 0. [ROWS, COLS]"""
+    if DESCRIPTOR:
+        # Rank 4, so that the copy engine itself knows where this head's rows end.
+        tile = x.load([b, h, first, 0]).reshape(ROWS, COLS)
+    else:
+        inside = (first + tl.arange(0, ROWS) < length)[:, None]
+        if DIM < COLS:
+            inside = inside & (tl.arange(0, COLS) < DIM)[None, :]
+        tile = tl.load(tile_pointers(x, stride, b, h, first, ROWS, COLS, WIDE), mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def store_tile(
+    x, stride, tile, b, h, first, length, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr
+):
+    """Store a tile [ROWS, COLS] to the rows of x[b, h] from `first` on, but nothing past `length` rows or DIM columns."""
+    inside = (first + tl.arange(0, ROWS) < length)[:, None] & (tl.arange(0, COLS) < DIM)[None, :]
+    ptrs = tile_pointers(x, stride, b, h, first, ROWS, COLS, WIDE)
+    tl.store(ptrs, tile.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tile_pointers(x, stride, b, h, first, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr):
+    """Return the addresses of x[b, h, first:first + ROWS, :COLS]. [ROWS, COLS]"""
+    row = tl.arange(0, ROWS)
+    col = tl.arange(0, COLS)
+    if WIDE:
+        row = row.to(tl.int64)
+        col = col.to(tl.int64)
+    # One number a program is 64 bits wide; inside a tile 32 bits reach far enough unless WIDE.
+    start = b.to(tl.int64) * stride[0] + h.to(tl.int64) * stride[1] + tl.cast(first, tl.int64) * stride[2]
+    return x + start + (row * stride[2])[:, None] + (col * stride[3])[None, :]
+
+
+def padded(head_dim):
+    """Return the number of columns that a tile needs for head_dim: the next power of two, at least 16."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def wide(*tensors):
+    """Return whether an offset inside one tile (256 × 256 at most) can pass 32 bits."""
+    return any(abs(stride) * 256 > 2**30 for x in tensors for stride in x.stride()[2:])
+
+
+def describable(x, architecture):
+    """Return whether the copy engine (Hopper and newer) can read x: unit last stride, the others multiples of 16 bytes."""
+    unit = 16 // x.element_size()
+    return (
+        architecture >= 90
+        and x.stride(3) == 1
+        and x.data_ptr() % 16 == 0
+        and x.numel() > 0
+        and all(s % unit == 0 and 0 < s < 2**38 for s, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1)
+    )
+
+
+def descriptor(x, rows, columns):
+    """Return a descriptor of x, (batch, nheads, seqlen, head_dim), that loads [1, 1, rows, columns]."""
+    unit = 16 // x.element_size()
+    # The stride of an axis of length 1 is never used, but the hardware wants it well formed.
+    strides = [s if n > 1 else unit for s, n in zip(x.stride()[:3], x.shape, strict=False)] + [1]
+    return _tensor_descriptor(x, list(x.shape), strides, [1, 1, rows, columns])
+
+
+@functools.cache
+def architecture_of(device):
+    """Return 10 × major + minor compute capability of a GPU, 0 for the interpreter's CPU."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+# (kernel, family, bytes of an element): padded head_dim -> (block_m, block_n, num_warps, num_stages).
+# Families: 75, "99" for the cards with 99 KB of shared memory a block (86, 89, 120), 80, 90, 100, and 0 interpreted.
+TILES = {
+    ("forward", 90, 2): {
+        16: (128, 64, 4, 3),
+        32: (128, 64, 4, 3),
+        64: (128, 128, 8, 3),
+        128: (128, 64, 8, 3),
+        256: (128, 64, 8, 2),
+    },
+    ("dkdv", 90, 2): {
+        16: (64, 128, 8, 2),
+        32: (64, 128, 8, 2),
+        64: (64, 128, 8, 2),
+        128: (64, 128, 8, 2),
+        256: (32, 64, 8, 2),
+    },
+    ("dq", 90, 2): {
+        16: (128, 64, 8, 2),
+        32: (128, 64, 8, 2),
+        64: (128, 64, 8, 2),
+        128: (128, 64, 8, 2),
+        256: (64, 32, 4, 2),
+    },
+    ("forward", 90, 4): {
+        16: (64, 32, 4, 2),
+        32: (64, 32, 4, 2),
+        64: (64, 32, 4, 2),
+        128: (64, 32, 4, 2),
+        256: (32, 32, 4, 1),
+    },
+    ("dkdv", 90, 4): {
+        16: (32, 64, 4, 2),
+        32: (32, 64, 4, 2),
+        64: (32, 64, 4, 2),
+        128: (32, 32, 4, 1),
+        256: (32, 32, 4, 1),
+    },
+    ("dq", 90, 4): {
+        16: (64, 32, 4, 2),
+        32: (64, 32, 4, 2),
+        64: (64, 32, 4, 2),
+        128: (32, 32, 4, 1),
+        256: (32, 32, 4, 1),
+    },
+}
+
+
+@functools.cache
+def tile_for(kernel, architecture, itemsize, columns, causal):
+    """Return the Tile of "forward", "dkdv" or "dq" on a GPU for `columns` (padded head_dim) of `itemsize` bytes."""
+    if architecture == 0:
+        return Tile(32, 32, 4, 1)
+    family = architecture if architecture in (75, 80, 90, 100) else "99"
+    return Tile(*TILES[kernel, family, itemsize][columns])
+
+
+class Plan(NamedTuple):
+    """How one kernel is launched on given tensors: its Tile, whether its loop reads through descriptors, its constants."""
+
+    tile: Tile
+    rows: int
+    constants: dict
+
+    def loaded(self, *tensors):
+        """Return what the kernel takes for the tensors that its loop reads: descriptors of tiles, or the tensors."""
+        if not self.constants["DESCRIPTOR"]:
+            return tensors
+        return tuple(descriptor(x, self.rows, padded(x.shape[3])) for x in tensors)
+
+
+def plan(kernel, q, v, causal, loaded):
+    """Return the Plan of a kernel: "forward", "dkdv" or "dq", whose loop reads the tensors `loaded`."""
+    architecture = architecture_of(q.device)
+    columns, columns_v = padded(q.shape[3]), padded(v.shape[3])
+    tile = tile_for(kernel, architecture, q.element_size(), max(columns, columns_v), causal)
+    constants = {
+        "HEAD_DIM": q.shape[3],
+        "HEAD_DIM_V": v.shape[3],
+        "COLS": columns,
+        "COLS_V": columns_v,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        # float32 in three TF32 products has float32's accuracy; where there is no TF32, plain float32 arithmetic.
+        "PRECISION": "tf32x3" if architecture >= 80 else "ieee",
+        "DESCRIPTOR": loaded[0].shape[2] >= DESCRIPTOR_FROM and all(describable(x, architecture) for x in loaded),
+        "WIDE": wide(q, v, *loaded),
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "maxnreg": tile.max_registers,
+    }
+    return Plan(tile, tile.block_m if kernel == "dkdv" else tile.block_n, constants)
+
+
+def accumulator(dtype):
+    """Return the dtype of scores, sums and lse for inputs of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_out(q, v):
+    """Return the memory for out: in the order of q's axes, so that what follows attention finds the layout it came from."""
+    return torch.empty_like(q) if q.shape[3] == v.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+def pointers(tensors):
+    """Return tensors as one argument of a kernel, bfloat16 widened where the interpreter cannot compute in it."""
+    return tuple(x.float() if x.device.type == "cpu" and x.dtype == torch.bfloat16 else x for x in tensors)
+
+
+def on_device_of(x):
+    """Return a context in which kernels are launched on the GPU of x."""
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
+
+
+def check_device(q):
+    """Raise the error that says why kernels cannot run on q, if they cannot."""
+    device.check_launch(q, "q")
+    if q.dtype == torch.float64 and q.device.type != "cpu":
+        raise ValueError("q must have dtype float16, bfloat16 or float32 on a GPU, got torch.float64")
