@@ -158,7 +158,7 @@ def state_of(s, v):
     dtype = np.result_type(s, v, np.float32)
     s, v = s.astype(dtype, copy=False), v.astype(dtype, copy=False)
     m = s.max(axis=-1, initial=-np.inf)  # (...)
-    p = _exp_minus(s, m[..., None])  # (..., n)
+    p = exp_minus(s, m[..., None])  # (..., n)
     return State(m, p.sum(axis=-1), (p[..., None, :] @ v)[..., 0, :])
 
 
@@ -179,7 +179,7 @@ def merge(a, b):
     _check_rows("b", b.m.shape, "a", a.m.shape)
     m = np.maximum(a.m, b.m)
     # The piece that holds the maximum gets 1, the other one shrinks.
-    alpha_a, alpha_b = _exp_minus(a.m, m), _exp_minus(b.m, m)
+    alpha_a, alpha_b = exp_minus(a.m, m), exp_minus(b.m, m)
     l = alpha_a * a.l + alpha_b * b.l
     acc = alpha_a[..., None] * a.acc + alpha_b[..., None] * b.acc
     return State(m, l, acc)
@@ -292,7 +292,16 @@ def merge_lse(lse_a, out_a, lse_b, out_b):
 # --- edges ---------------------------------------------------------------------------------------------------------
 
 
-def _exp_minus(x, m):
+def exp_minus(x, m):
+    """Compute exp(x - m), and 0 where m is -inf.
+
+    Args:
+        x: scores or maxima; -inf wherever m is.
+        m: the maximum to subtract, of a shape that broadcasts against x.
+
+    Returns:
+        array, between 0 and 1 where x <= m; never NaN for a row that has seen no score.
+    """
     # Where m is -inf every x is too, and -inf minus -inf is NaN.
     # Subtract 0 there: exp(-inf) is the 0 that is wanted.
     reference = np.where(np.isneginf(m), np.zeros_like(m), m)

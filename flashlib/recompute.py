@@ -102,12 +102,11 @@ def dk_dv(q, k, v, dout, lse, delta, *, block_m, block_n, causal, scale, dtype):
     """
     dk, dv = np.empty_like(k), np.empty_like(v)
     offset = k.shape[0] - q.shape[0]
-    sizes = {"block_m": block_m, "block_n": block_n, "seqlen_q": q.shape[0], "seqlen_k": k.shape[0], "causal": causal}
-    for j, keys in enumerate(tiles(k.shape[0], block_n)):
+    for keys in tiles(k.shape[0], block_n):
         k_j, v_j = k[keys].astype(dtype), v[keys].astype(dtype)
         dk_j, dv_j = np.zeros_like(k_j), np.zeros_like(v_j)
-        for i, rows in enumerate(tiles(q.shape[0], block_m)):
-            kind = tile_kind(i, j, **sizes)
+        for rows in tiles(q.shape[0], block_m):
+            kind = tile_kind(rows, keys, offset, causal)
             if kind == "empty":
                 continue
             q_i, dout_i = q[rows].astype(dtype), dout[rows].astype(dtype)
@@ -131,13 +130,12 @@ def dq_only(q, k, v, dout, lse, delta, *, block_m, block_n, causal, scale, dtype
     """
     dq = np.empty_like(q)
     offset = k.shape[0] - q.shape[0]
-    sizes = {"block_m": block_m, "block_n": block_n, "seqlen_q": q.shape[0], "seqlen_k": k.shape[0], "causal": causal}
-    for i, rows in enumerate(tiles(q.shape[0], block_m)):
+    for rows in tiles(q.shape[0], block_m):
         q_i, dout_i = q[rows].astype(dtype), dout[rows].astype(dtype)
         lse_i, delta_i = lse[rows], delta[rows]
         dq_i = np.zeros_like(q_i)
-        for j, keys in enumerate(tiles(k.shape[0], block_n)):
-            kind = tile_kind(i, j, **sizes)
+        for keys in tiles(k.shape[0], block_n):
+            kind = tile_kind(rows, keys, offset, causal)
             if kind == "empty":
                 continue
             k_j, v_j = k[keys].astype(dtype), v[keys].astype(dtype)

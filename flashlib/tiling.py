@@ -14,8 +14,7 @@ import numbers
 
 import numpy as np
 
-from flashlib.online_softmax import State, finish, identity, lse_of, merge, state_of
-from flashlib.online_softmax import _exp_minus as exp_minus
+from flashlib.online_softmax import State, exp_minus, finish, identity, lse_of, merge, state_of
 
 
 @dataclasses.dataclass
@@ -72,27 +71,23 @@ def tiles(length, block):
     return [slice(start, min(start + block, length)) for start in range(0, length, block)]
 
 
-def tile_kind(i, j, *, block_m, block_n, seqlen_q, seqlen_k, causal=False):
+def tile_kind(rows, keys, offset, causal):
     """Say whether a tile of scores is skipped, needs no mask, or is masked element by element.
 
     Args:
-        i, j: number of the query tile and of the key tile.
-        block_m, block_n: queries and keys in a tile.
-        seqlen_q, seqlen_k: lengths; the mask is aligned at the bottom right.
-        causal: query r sees the keys c <= r + seqlen_k - seqlen_q.
+        rows, keys: slices of the queries and of the keys, from `tiles`.
+        offset: seqlen_k - seqlen_q; the mask is aligned at the bottom right.
+        causal: query r sees the keys c <= r + offset; if False, every key.
 
     Returns:
         str: "empty", "full" or "diagonal".
     """
-    if not causal:
+    first_row, last_row = rows.start, rows.stop - 1
+    first_key, last_key = keys.start, keys.stop - 1
+    if not causal or last_key <= first_row + offset:
         return "full"
-    first_row, last_row = i * block_m, min((i + 1) * block_m, seqlen_q) - 1
-    first_key, last_key = j * block_n, min((j + 1) * block_n, seqlen_k) - 1
-    offset = seqlen_k - seqlen_q
     if first_key > last_row + offset:
         return "empty"
-    if last_key <= first_row + offset:
-        return "full"
     return "diagonal"
 
 
@@ -133,22 +128,22 @@ def forward_article(q, k, v, *, block_m, block_n, causal=False, scale=None, retu
     """
     scale, dtype = check_inputs(q, k, v, block_m, block_n, scale)
     seqlen_q, seqlen_k, head_dim_v = q.shape[0], k.shape[0], v.shape[1]
+    offset = seqlen_k - seqlen_q
     out = np.empty_like(q, shape=(seqlen_q, head_dim_v))
     lse = np.empty_like(q, shape=(seqlen_q,), dtype=dtype)
-    sizes = {"block_m": block_m, "block_n": block_n, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "causal": causal}
-    for i, rows in enumerate(tiles(seqlen_q, block_m)):
+    for rows in tiles(seqlen_q, block_m):
         q_i = q[rows].astype(dtype)
         m_i = np.full(len(q_i), -np.inf, dtype)
         l_i = np.zeros(len(q_i), dtype)
         acc = np.zeros((len(q_i), head_dim_v), dtype)
-        for j, keys in enumerate(tiles(seqlen_k, block_n)):
-            kind = tile_kind(i, j, **sizes)
+        for keys in tiles(seqlen_k, block_n):
+            kind = tile_kind(rows, keys, offset, causal)
             if kind == "empty":
                 continue
             k_j, v_j = k[keys].astype(dtype), v[keys].astype(dtype)
             s = scale * (q_i @ k_j.T)
             if kind == "diagonal":
-                s = np.where(visible(rows, keys, seqlen_k - seqlen_q), s, -np.inf)
+                s = np.where(visible(rows, keys, offset), s, -np.inf)
             m_tile = s.max(axis=1)
             p_tile = exp_minus(s, m_tile[:, None])
             l_tile = p_tile.sum(axis=1)
@@ -187,22 +182,22 @@ def forward(q, k, v, *, block_m, block_n, causal=False, scale=None, return_lse=F
     """
     scale, dtype = check_inputs(q, k, v, block_m, block_n, scale)
     seqlen_q, seqlen_k, head_dim_v = q.shape[0], k.shape[0], v.shape[1]
+    offset = seqlen_k - seqlen_q
     out = np.empty_like(q, shape=(seqlen_q, head_dim_v))
     lse = np.empty_like(q, shape=(seqlen_q,), dtype=dtype)
-    sizes = {"block_m": block_m, "block_n": block_n, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "causal": causal}
-    for i, rows in enumerate(tiles(seqlen_q, block_m)):
+    for rows in tiles(seqlen_q, block_m):
         q_i = q[rows].astype(dtype)
         m_i = np.full(len(q_i), -np.inf, dtype)
         l_i = np.zeros(len(q_i), dtype)
         acc = np.zeros((len(q_i), head_dim_v), dtype)
-        for j, keys in enumerate(tiles(seqlen_k, block_n)):
-            kind = tile_kind(i, j, **sizes)
+        for keys in tiles(seqlen_k, block_n):
+            kind = tile_kind(rows, keys, offset, causal)
             if kind == "empty":
                 continue
             k_j, v_j = k[keys].astype(dtype), v[keys].astype(dtype)
             s = scale * (q_i @ k_j.T)
             if kind == "diagonal":
-                s = np.where(visible(rows, keys, seqlen_k - seqlen_q), s, -np.inf)
+                s = np.where(visible(rows, keys, offset), s, -np.inf)
             m_new = np.maximum(m_i, s.max(axis=1))
             alpha = exp_minus(m_i, m_new)
             p = exp_minus(s, m_new[:, None])
@@ -228,20 +223,20 @@ def trace(q, k, v, *, block_m, block_n, causal=False, scale=None):
     """
     scale, dtype = check_inputs(q, k, v, block_m, block_n, scale)
     seqlen_q, seqlen_k, head_dim_v = q.shape[0], k.shape[0], v.shape[1]
+    offset = seqlen_k - seqlen_q
     out, lse = np.empty((seqlen_q, head_dim_v), q.dtype), np.empty(seqlen_q, dtype)
-    sizes = {"block_m": block_m, "block_n": block_n, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "causal": causal}
     steps, bytes_so_far = [], 0
     for i, rows in enumerate(tiles(seqlen_q, block_m)):
         q_i = q[rows].astype(dtype)
         bytes_so_far += q[rows].nbytes
         state = identity(head_dim_v, (len(q_i),), dtype)
         for j, keys in enumerate(tiles(seqlen_k, block_n)):
-            kind = tile_kind(i, j, **sizes)
+            kind = tile_kind(rows, keys, offset, causal)
             s = None
             if kind != "empty":
                 s = scale * (q_i @ k[keys].astype(dtype).T)
                 if kind == "diagonal":
-                    s = np.where(visible(rows, keys, seqlen_k - seqlen_q), s, -np.inf)
+                    s = np.where(visible(rows, keys, offset), s, -np.inf)
                 state = merge(state, state_of(s, v[keys].astype(dtype)))
                 bytes_so_far += k[keys].nbytes + v[keys].nbytes
             spans = (rows.start, rows.stop), (keys.start, keys.stop)

@@ -130,18 +130,18 @@ def forward_keys_outer(q, k, v, *, block_m, block_n, causal=False, scale=None):
     out = np.empty_like(q, shape=(seqlen_q, head_dim_v))
     l = np.empty_like(q, shape=(seqlen_q,), dtype=dtype)
     m = np.empty_like(q, shape=(seqlen_q,), dtype=dtype)
-    sizes = {"block_m": block_m, "block_n": block_n, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "causal": causal}
+    offset = seqlen_k - seqlen_q
     for rows in tiles(seqlen_q, block_m):
         out[rows], l[rows], m[rows] = 0, 0, -np.inf
-    for j, keys in enumerate(tiles(seqlen_k, block_n)):
+    for keys in tiles(seqlen_k, block_n):
         k_j, v_j = k[keys].astype(dtype), v[keys].astype(dtype)
-        for i, rows in enumerate(tiles(seqlen_q, block_m)):
-            kind = tile_kind(i, j, **sizes)
+        for rows in tiles(seqlen_q, block_m):
+            kind = tile_kind(rows, keys, offset, causal)
             if kind == "empty":
                 continue
             s = scale * (q[rows].astype(dtype) @ k_j.T)
             if kind == "diagonal":
-                s = np.where(visible(rows, keys, seqlen_k - seqlen_q), s, -np.inf)
+                s = np.where(visible(rows, keys, offset), s, -np.inf)
             l_i = l[rows]
             before = State(m[rows], l_i, l_i[:, None] * out[rows].astype(dtype))
             after = merge(before, state_of(s, v_j))
