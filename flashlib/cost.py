@@ -8,6 +8,8 @@ Sources: Williams, Waterman and Patterson, "Roofline", 2009, https://doi.org/10.
 """
 
 import dataclasses
+import math
+import numbers
 
 import numpy as np
 
@@ -346,6 +348,7 @@ def requested_bytes(
     if order == "naive" and causal:
         raise ValueError('causal must be False where order is "naive", got True')
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    _check_sizes(head_dim_v=head_dim_v)
     width, width_v, statistic = head_dim * itemsize, head_dim_v * itemsize, max(itemsize, 4)
     walk = list(_rows_and_keys(seqlen_q, seqlen_k, block_m, block_n, causal))
     keys = sum(keys for _, keys in walk)
@@ -403,8 +406,10 @@ def longest_seqlen(memory_bytes, head_dim, *, nheads, batch=1, itemsize=2, form=
         int: the longest seqlen.
 
     Raises:
-        ValueError: a size is not an int of at least 1, or form is neither of the two.
+        ValueError: a size is not an int of at least 1, form is neither of the two, or memory_bytes is no finite number.
     """
+    if not isinstance(memory_bytes, numbers.Real) or not math.isfinite(memory_bytes):
+        raise ValueError(f"memory_bytes must be a finite number, got {memory_bytes!r}")
     sizes = {"head_dim": head_dim, "nheads": nheads, "batch": batch, "itemsize": itemsize, "form": form}
     low, high = 0, 1
     while attention_memory_bytes(high, **sizes) <= memory_bytes:

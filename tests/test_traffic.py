@@ -126,6 +126,8 @@ def test_what_lies_in_hbm_is_only_loaded_and_stored():
         np.empty_like(x)
     with pytest.raises(ValueError, match="x must be a new name"):
         hbm.put(x=np.ones(3))
+    with pytest.raises(ValueError, match="z must be a NumPy array, got list"):
+        hbm.put(z=[1.0])
 
 
 @pytest.mark.parametrize("function", [traffic.forward_keys_outer, traffic.naive])
@@ -135,10 +137,20 @@ def test_bad_input_is_named(function):
         function(x, x, x[:2], block_m=1, block_n=1)
 
 
+@pytest.mark.parametrize("function", [traffic.windowed, traffic.top_k, traffic.low_rank])
+@pytest.mark.parametrize("kept", [0, 2.0, True, None])
+def test_what_is_kept_is_checked(function, kept):
+    x = np.ones((3, 2))
+    with pytest.raises(ValueError, match=f"(width|count|rank) must be a whole number, 1 or more, got {kept}"):
+        function(x, x, x, kept)
+
+
 def test_order_is_checked():
     options = {"block_m": 2, "block_n": 2, "itemsize": 2}
     with pytest.raises(ValueError, match='order must be "i-outer", "j-outer" or "naive", got \'outer\''):
         cost.requested_bytes(4, 4, 2, **options, order="outer")
+    with pytest.raises(ValueError, match="head_dim_v must be an int of at least 1, got 0"):
+        cost.requested_bytes(4, 4, 2, **options, head_dim_v=0)
     with pytest.raises(ValueError, match="causal must be False"):
         cost.requested_bytes(4, 4, 2, **options, order="naive", causal=True)
 
@@ -152,6 +164,12 @@ def test_longest_seqlen_fits_and_one_more_does_not(form, memory):
     assert cost.attention_memory_bytes(longest + 1, **options) > memory
     with pytest.raises(ValueError, match="form must be"):
         cost.attention_memory_bytes(4, 4, nheads=1, form="fast")
+
+
+@pytest.mark.parametrize("memory", [np.inf, np.nan, "16 GB", None])
+def test_memory_is_checked(memory):
+    with pytest.raises(ValueError, match="memory_bytes must be a finite number, got"):
+        cost.longest_seqlen(memory, 64, nheads=1)
 
 
 def test_other_attention_is_exact_where_it_keeps_everything():
