@@ -212,7 +212,7 @@ def _value_verdict(exercise, given):
 
 def _shape_complaint(given, right):
     try:
-        given, right = _flatten(given), _flatten(right)
+        given, right = _flatten(_as_tuple(given, right)), _flatten(right)
     except Exception as error:
         return f"The answer must be numbers: {_brief(error)}"
     if [path for path, _ in given] != [path for path, _ in right]:
@@ -318,7 +318,7 @@ def _difference(result, expected, exercise):
         # A plain tuple in the right order is as good as the named one.
         result = type(expected)(*result)
     try:
-        got = _flatten(result)
+        got = _flatten(_as_tuple(result, expected))
     except Exception as error:
         return f"the result cannot be read as numbers ({_brief(error)})"
     want = _flatten(expected)
@@ -334,6 +334,13 @@ def _difference(result, expected, exercise):
             place = f"at {list(index)} " if index else ""
             return f"{name}{place}should be {_number(b[index])}, got {_number(a[index])}"
     return None
+
+
+def _as_tuple(result, expected):
+    """Return a list or an array as a tuple where a tuple of numbers is expected: the same numbers in the same order."""
+    wanted = type(expected) is tuple and all(isinstance(x, (int, float, np.number)) for x in expected)
+    as_good = isinstance(result, list) or (isinstance(result, np.ndarray) and result.ndim == 1)
+    return tuple(result) if wanted and as_good else result
 
 
 def _number(x):
