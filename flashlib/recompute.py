@@ -26,7 +26,7 @@ def backward_naive(q, k, v, dout, *, causal=False, scale=None):
         ValueError: an argument has the wrong shape, dtype or value.
     """
     scale, dtype = check_inputs(q, k, v, 1, 1, scale)
-    _check_rows(q, (q.shape[0], v.shape[1]), dout=dout)
+    _check_rows(q, (q.shape[0], v.shape[1]), causal, dout=dout)
     q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
     s = scale * (q @ k.T)  # [seqlen_q, seqlen_k], and so are p, dp, ds
     if causal:
@@ -179,7 +179,7 @@ def backward(q, k, v, out, dout, lse, *, block_m, block_n, causal=False, scale=N
         FlashAttention-2 (Dao 2023), Algorithm 2, https://arxiv.org/abs/2307.08691, its one loop taken apart.
     """
     scale, dtype = check_inputs(q, k, v, block_m, block_n, scale)
-    _check_rows(q, (q.shape[0], v.shape[1]), out=out, dout=dout)
+    _check_rows(q, (q.shape[0], v.shape[1]), causal, out=out, dout=dout)
     _check_numbers_a_row(q.shape[0], lse=lse, dlse=dlse)
     delta = np.empty_like(q, shape=(q.shape[0],), dtype=dtype)
     for rows in tiles(q.shape[0], block_m):
@@ -194,7 +194,9 @@ def backward(q, k, v, out, dout, lse, *, block_m, block_n, causal=False, scale=N
 # --- input checks --------------------------------------------------------------------------------------------------
 
 
-def _check_rows(q, shape, **arrays):
+def _check_rows(q, shape, causal, **arrays):
+    if not isinstance(causal, (bool, np.bool_)):
+        raise ValueError(f"causal must be True or False, got {causal!r}")
     for name, x in arrays.items():
         if not hasattr(x, "dtype") or not hasattr(x, "shape"):
             raise ValueError(f"{name} must be a NumPy array, got {type(x).__name__}")
