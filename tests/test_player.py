@@ -5,12 +5,15 @@ import html.parser
 import os
 import re
 import shutil
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import flashlib
 from flashlib import tiling
-from flashlib.player import MAX_STEPS, Player, _number, player
+from flashlib.player import MAX_STEPS, Player, _number, _short, player
 
 FLAGS = [
     "--headless",
@@ -120,6 +123,17 @@ def test_rows_without_a_key_and_nan_are_shown():
 )
 def test_numbers_are_short_texts(x, text):
     assert _number(x) == text
+
+
+def test_tiles_show_no_negative_zero():
+    assert [_short(x) for x in (-0.001, -0.0, 0.125, -1234.5, np.nan)] == ["0.00", "0", "0.12", "-1e+03", "nan"]
+
+
+def test_style_and_script_are_installed_with_the_package():
+    folder = Path(flashlib.__file__).parent
+    files = {path.name for path in folder.iterdir() if path.is_file() and path.suffix != ".py"}
+    settings = tomllib.loads((folder.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    assert files == {"player.css", "player.js"} == set(settings["tool"]["setuptools"]["package-data"]["flashlib"])
 
 
 @pytest.mark.parametrize("row", [-1, 6, 1.5, "0", True, np.float64(1)])
@@ -270,11 +284,39 @@ def test_keys_buttons_and_slider_step(open_page):
     page.get_by_label("First step").click()
     page.locator('[data-step="7"]').click()
     assert_shows(shown(page), trace, 7, 0)
-    page.get_by_label("Watched row").select_option("1")
+    page.get_by_label("State of row").select_option("1")
     assert_shows(shown(page), trace, 7, 1)
     page.locator('[data-row="0"]').click()
     assert_shows(shown(page), trace, 7, 0)
     assert page.get_by_role("status").get_attribute("aria-live") == "polite"
+
+
+def test_every_control_has_a_name(open_page):
+    page = open_page(page_of(player(make_trace()).html()))
+    names = page.evaluate(
+        """() => [...document.querySelectorAll("button, input, select, svg[role=img]")].map(
+             e => e.getAttribute("aria-label") || e.textContent)"""
+    )
+    assert len(names) == 12
+    assert all(name.strip() for name in names)
+
+
+def test_the_wide_table_keeps_its_own_keys(open_page):
+    trace = make_trace()
+    page = open_page(page_of(player(trace).html()), width=390)
+    page.locator(".fp-list").click()
+    page.locator('.fp-static [role="region"]').focus()
+    page.keyboard.press("ArrowRight")
+    assert_shows(shown(page), trace, 0, 0)
+
+
+def test_a_row_whose_scores_are_all_masked_says_so(open_page):
+    # Queries 0 and 1 see no key, query 2 of the same tile does.
+    trace = make_trace(seqlen_q=5, seqlen_k=3, block_m=3, block_n=2)
+    page = open_page(page_of(player(trace).html()))
+    seen = shown(page)
+    assert "All scores of row 0 are masked: its state stays as it was." in seen["note"]
+    assert "alpha" not in seen["note"]
 
 
 def test_play_runs_to_the_end_and_space_stops_it(open_page):
@@ -347,14 +389,11 @@ def test_text_is_readable_in_light_and_dark(open_page, theme, scheme, dark):
     assert min(contrast(*pair) for pair in pairs) >= 4.5
     assert (luminance(pairs[0][1]) < 0.1) == dark
     # The strongest shade must still carry its number.
-    heat, strength, ink, under = page.evaluate(
-        """() => { const s = getComputedStyle(document.querySelector(".flash-player"));
-                   return ["--heat", "--strength", "--ink", "--bg"].map(n => s.getPropertyValue(n).trim()); }"""
+    shade, ink = page.evaluate(
+        """() => [".fp-cell.fp-written", "svg text:not(.fp-soft)"].map(
+             name => getComputedStyle(document.querySelector(name)).fill)"""
     )
-    parts = [[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in (heat, under, ink)]
-    mixed = [float(strength) * a + (1 - float(strength)) * b for a, b in zip(parts[0], parts[1], strict=True)]
-    as_text = [f"rgb({', '.join(str(round(x)) for x in colour)})" for colour in (mixed, parts[2])]
-    assert contrast(*as_text) >= 4.5
+    assert contrast(shade, ink) >= 4.5
     assert page.evaluate("getComputedStyle(document.querySelector('.fp-meter div')).transitionDuration") == "0s"
 
 
