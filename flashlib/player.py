@@ -129,11 +129,10 @@ def _data(trace, offset):
         before = newest.get(step.i)
         m_before = -np.inf if before is None else np.asarray(trace.steps[before].m, dtype=np.float64)
         m = np.asarray(step.m, dtype=np.float64)
-        # A row that has seen no key yet keeps -inf, and -inf minus -inf is not a number.
-        shift = np.where(np.isneginf(m), 0.0, m)
+        # In a row that has seen no key yet, -inf minus -inf is not a number; the script shows neither alpha nor p then.
         with np.errstate(over="ignore", invalid="ignore"):
-            alpha = np.exp(m_before - shift)
-            p = None if step.s is None else np.exp(np.asarray(step.s, dtype=np.float64) - shift[:, None])
+            alpha = np.exp(m_before - m)
+            p = None if step.s is None else np.exp(np.asarray(step.s, dtype=np.float64) - m[:, None])
         steps.append(
             {
                 "i": int(step.i),

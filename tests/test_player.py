@@ -212,7 +212,15 @@ def shown(page, index=0):
           const score = [...root.querySelectorAll('[data-fp="score"] rect.fp-cell title')].map(t => t.textContent);
           const seen = Object.fromEntries(["m", "l", "acc", "bytes", "count", "status", "note"].map(n => [n, text(n)]));
           const before = [...root.querySelectorAll(".fp-state tbody tr")].map(r => r.children[1].textContent);
-          return {...seen, score, before, row: root.querySelector("select").selectedOptions[0].textContent};
+          const labels = [...root.querySelectorAll('[data-fp="score"] text.fp-soft')].map(t => t.textContent);
+          const inputs = [...root.querySelectorAll(".fp-three > div")].map(box => [
+            box.firstChild.textContent, [...box.querySelectorAll("rect.fp-cell title")].map(t => t.textContent)]);
+          const lit = root.querySelectorAll('[data-step][fill-opacity="1"]').length;
+          const strips = [...root.querySelectorAll(".fp-strip")].map(
+            e => ["fp-on", "fp-done"].filter(name => e.classList.contains(name)).join());
+          const meter = parseFloat(root.querySelector(".fp-meter div").style.width);
+          const row = root.querySelector("select").selectedOptions[0].textContent;
+          return {...seen, score, before, labels, inputs, lit, strips, meter, row};
         }""",
         index,
     )
@@ -240,12 +248,48 @@ def assert_shows(seen, trace, k, offset):
     else:
         scores = [float(text) for text in seen["score"]]
         np.testing.assert_allclose(scores, np.ravel(step.s), atol=0.00501)
+        labels = [*range(*step.rows), *range(*step.keys)]
+        assert sorted(seen["labels"]) == sorted(str(label) for label in labels)
+    assert_notes(seen, trace, k, row)
+    assert_pictures(seen, trace, k)
+
+
+def assert_notes(seen, trace, k, row):
+    step = trace.steps[k]
+    earlier = [other.m[row] for other in trace.steps[:k] if other.i == step.i]
+    if step.kind == "empty":
+        assert "The state stays as it was" in seen["note"]
+    elif np.isfinite(step.m[row]):
+        alpha = np.exp((earlier or [-np.inf])[-1] - step.m[row])
+        assert f"= {_number(alpha)} rescales" in seen["note"]
+        assert (
+            f"p = exp(s − m after) = {', '.join(_short(np.exp(x - step.m[row])) for x in step.s[row])}." in seen["note"]
+        )
     if k + 1 == len(trace.steps) or trace.steps[k + 1].i != step.i:
         if np.isneginf(trace.lse[int(seen["row"])]):
             assert "out = 0, lse = -inf" in seen["note"]
         else:
             assert ", ".join(_number(x) for x in trace.out[int(seen["row"])]) in seen["note"]
             assert _number(trace.lse[int(seen["row"])]) in seen["note"]
+
+
+def assert_pictures(seen, trace, k):
+    step = trace.steps[k]
+    loaded = step.kind != "empty"
+    tiles_i, tiles_j = (1 + max(getattr(other, name) for other in trace.steps) for name in "ij")
+    done = [i for i in range(tiles_i) if k >= max(n for n, other in enumerate(trace.steps) if other.i == i)]
+    assert seen["lit"] == k + 1
+    assert seen["strips"] == (
+        ["fp-on" if loaded and j == step.j else "" for j in range(tiles_j)]
+        + ["fp-on" if i == step.i else "" for i in range(tiles_i)]
+        + ["fp-done" if i in done else "" for i in range(tiles_i)]
+    )
+    assert seen["meter"] == pytest.approx(100 * step.bytes_so_far / trace.steps[-1].bytes_so_far, abs=0.01)
+    for (title, numbers), name in zip(seen["inputs"], "qkv", strict=True):
+        span = step.rows if name == "q" else step.keys
+        array = getattr(trace, name)[slice(*span)] if loaded or name == "q" else np.empty(0)
+        assert numbers == [_short(x) for x in np.ravel(array)]
+        assert title.startswith(f"{name.upper()} tile: ")
 
 
 @pytest.mark.parametrize(
@@ -340,6 +384,7 @@ def test_play_runs_to_the_end_and_space_stops_it(open_page):
     page.keyboard.press("Space")
     page.evaluate("() => { for (let k = 0; k < 20; k++) window.tick(); }")
     assert_shows(shown(page), trace, len(trace.steps) - 1, 0)
+    assert page.get_by_label("Play (space)").count() == 1
     page.keyboard.press("Home")
     page.locator(".fp-play").focus()
     page.keyboard.press("Space")
