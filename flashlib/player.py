@@ -152,7 +152,6 @@ def _data(trace, offset):
         newest[step.i] = index
     return {
         "offset": offset,
-        "causal": bool(trace.causal),
         "q": _texts(trace.q, _short),
         "k": _texts(trace.k, _short),
         "v": _texts(trace.v, _short),
