@@ -352,6 +352,12 @@ def test_turing_runs_the_others_and_volta_none(dtype):
         device.check_capability((7, 0), dtype)
 
 
+@pytest.mark.parametrize("bad", ["9.0", 7.5, (7,), (7, 5, 0), ("7", "5"), None])
+def test_a_capability_is_a_number_or_a_pair(bad):
+    with pytest.raises(ValueError, match="capability must be a number such as 75 or a pair"):
+        device.check_capability(bad)
+
+
 def test_a_cpu_tensor_is_refused_when_the_interpreter_is_off(machine):
     x = torch.ones(3)
     machine([card()])
@@ -423,8 +429,13 @@ def test_a_numpy_array_among_the_globals_does_not_disturb_a_launch():
         ({"x": [1.0]}, "x must be a tensor of one dimension, got list"),
         ({"x": torch.ones(2, 2)}, r"x must be a tensor of one dimension, got shape \(2, 2\)"),
         ({"x": torch.ones(3, dtype=torch.int32)}, "x must have dtype .*, got torch.int32"),
-        ({"x": torch.ones(3), "block": 100}, "block must be a power of two, got 100"),
-        ({"x": torch.ones(3), "block": 0}, "block must be a power of two, got 0"),
+        ({"x": torch.ones(3), "block": 100}, "block must be a power of two .*, got 100"),
+        ({"x": torch.ones(3), "block": 0}, r"block must be a power of two up to 2\*\*20, got 0"),
+        ({"x": torch.ones(3), "block": 2**21}, "block must be a power of two .*, got 2097152"),
+        (
+            {"x": torch.empty(2**31 - 256, dtype=torch.float16, device="meta")},
+            "x must have fewer than .*, got 2147483392",
+        ),
     ],
 )
 def test_double_refuses(bad, words):
@@ -571,6 +582,10 @@ def test_a_compiler_that_dies_is_reported(kernels):
         ({"options": {"num_warps": 3}}, "options must give num_warps a power of two, got 3"),
         ({"capability": 70}, r"capability must be one of \(75,.*got 70"),
         ({"capability": "sm_90"}, "capability must be one of"),
+        ({"capability": 90.0}, "capability must be one of"),
+        ({"constexprs": {"BLOCK": (object(),)}}, "constexprs must give BLOCK a number"),
+        ({"divisible": 5}, "divisible must be names of arguments, got 5"),
+        ({"divisible": [5]}, "divisible must be names of arguments"),
     ],
 )
 def test_bad_arguments_are_refused_before_a_child_starts(bad, words, monkeypatch):
@@ -578,6 +593,14 @@ def test_bad_arguments_are_refused_before_a_child_starts(bad, words, monkeypatch
     arguments = {"kernel": KERNEL, "signature": SIGNATURE, "constexprs": BLOCK, "capability": 90, "options": None} | bad
     with pytest.raises(ValueError, match=words):
         device.compile_for(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "words"), [("x", "jobs must be a list of dict"), ([1], "jobs must be"), ([{}], "kernel must be a string")]
+)
+def test_jobs_are_dicts(jobs, words):
+    with pytest.raises(ValueError, match=words):
+        device.compile_many(jobs)
 
 
 def test_bf16_is_refused_for_turing_though_it_compiles():

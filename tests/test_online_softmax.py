@@ -238,6 +238,12 @@ def test_dtypes():
         assert lse.dtype == out.dtype == want
 
 
+def test_a_state_of_plain_numbers_merges():
+    both = merge(State(2.0, 1, [3.0]), State(2, 1.0, np.array([5.0])))
+    assert both == (2, 2, [8])
+    assert finish(both) == 4
+
+
 def test_leading_axes():
     rng = np.random.default_rng(1)
     s, v = rng.normal(size=(2, 3, 5, 7)), rng.normal(size=(2, 3, 7, 4))
@@ -278,6 +284,21 @@ def test_value_errors_name_the_argument():
         ("b must have the head_dim", lambda: merge(a, identity(2))),
         ("b must have rows", lambda: merge(rows, state_of(np.zeros((2, 2)), V[:2]))),
         ("out must", lambda: merge_lse(np.zeros(3), np.zeros(3), np.zeros(3), np.zeros((3, 1)))),
+        ("a must be a State, got tuple", lambda: merge((1.0, 1.0, np.ones(1)), a)),
+        ("b must be a State, got NoneType", lambda: merge(a, None)),
+        (r"b must have m and l of shape .*, got \(3,\), \(3,\), \(2, 1\)", lambda: merge(a, rows._replace(acc=V[:2]))),
+        (r"a must have m and l of shape .*, got \(\), \(\), \(\)", lambda: merge(State(1.0, 1.0, 1.0), a)),
+        ("lse must hold real numbers", lambda: merge_lse("a", np.zeros(1), 0.0, np.zeros(1))),
+        ("out must hold real numbers", lambda: merge_lse(0.0, np.zeros(1), 0.0, ["a"])),
+        ("head_dim must", lambda: identity(-1)),
+        ("head_dim must", lambda: identity(1.5)),
+        ("dtype must", lambda: identity(1, dtype=np.int64)),
+        ("s must hold at least one", lambda: osm.three_passes([], [])),
+        ("s must hold at least one", lambda: osm.two_passes([], [])),
+        ("s must hold at least one", lambda: osm.one_pass([], [])),
+        ("v must hold one value a score, 2, got 1", lambda: osm.three_passes([1, 2], [1])),
+        ("v must hold one value a score, 2, got 3", lambda: osm.two_passes([1, 2], [1, 2, 3])),
+        ("v must hold one value a score, 2, got 1", lambda: osm.one_pass([1, 2], [1])),
         ("states must", lambda: chain([])),
         ("states must", lambda: tree(iter(()))),
     ]:
