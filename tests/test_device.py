@@ -377,13 +377,22 @@ def test_double_is_exact(n, dtype):
     device_name = device.kernel_device()
     if device_name == "cuda" and torch.cuda.get_device_capability() < (8, 0) and dtype == torch.bfloat16:
         pytest.skip("this GPU has no bfloat16")
-    # NaN around the data: nothing outside is read into it, and nothing outside is written.
+    # NaN around the data: nothing outside is read into it.
     buffer = torch.full((n + 16,), float("nan"), dtype=dtype, device=device_name)
     buffer[8 : n + 8] = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(dtype)
     x = buffer[8 : n + 8]
     assert torch.equal(double(x, block=64), 2 * x)
     assert buffer[:8].isnan().all()
     assert buffer[n + 8 :].isnan().all()
+
+
+@pytest.mark.parametrize("n", [1, 7, 64, 65])
+def test_nothing_is_written_past_the_end(n):
+    where = device.kernel_device()
+    out = torch.full((n + 128,), float("nan"), device=where)
+    _double_kernel[(triton.cdiv(n, 64),)](torch.ones(n + 128, device=where), out, n, BLOCK=64)
+    assert (out[:n] == 2).all()
+    assert out[n:].isnan().all()
 
 
 def test_double_takes_strided_input():

@@ -181,6 +181,18 @@ def test_any_reference_gives_the_same_output(s, reference):
     np.testing.assert_allclose(finish(merge(other, more)), finish(merge(state_of(s, v), more)), rtol=1e-13)
 
 
+def test_a_chain_goes_from_left_to_right_and_a_tree_in_pairs():
+    rng = np.random.default_rng(0)
+    a, b, c, d, e = (state_of(rng.normal(size=(99, 1)), rng.normal(size=(1, 2))) for _ in range(5))
+    for got, want in [
+        (chain([a, b, c, d, e]), merge(merge(merge(merge(a, b), c), d), e)),
+        (tree([a, b, c, d, e]), merge(merge(merge(a, b), merge(c, d)), e)),
+        (tree([a, b, c]), merge(merge(a, b), c)),
+        (tree([a]), a),
+    ]:
+        assert all(np.array_equal(x, y) for x, y in zip(got, want, strict=True))
+
+
 # --- the edges -----------------------------------------------------------------------------------------------------
 
 
@@ -333,6 +345,11 @@ def test_merge_lse_holds_where_the_plain_formula_overflows():
     want_out, want_lse = oracle(s, V[:2])
     np.testing.assert_allclose(out, want_out, rtol=1e-12)
     np.testing.assert_allclose(lse, want_lse, rtol=1e-15)
+
+
+def test_from_lse_gives_the_identity_where_there_was_no_key():
+    for got, want in zip(osm.from_lse([-INF, 3.0], [[np.nan], [7.0]]), ([-INF, 3], [0, 1], [[0], [7]]), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_merge_lse_ignores_what_an_empty_row_holds():

@@ -91,7 +91,7 @@ MERGE_SUMS = Exercise(
             edit=("np.exp(m_a - m) * l_a + np.exp(m_b - m) * l_b", "(m_a * l_a + m_b * l_b) / (m_a + m_b)"),
         ),
         Wrong(
-            "Python's max is used: it cannot compare arrays row by row, and np.maximum can",
+            "Python's max or an if is used on arrays with an entry a row: np.maximum and np.where decide row by row",
             edit=("np.maximum(m_a, m_b)", "max(m_a, m_b)"),
         ),
         Wrong(
@@ -207,7 +207,7 @@ MERGE_STATES = Exercise(
             edit=("alpha_a[..., None] * a.acc + alpha_b[..., None] * b.acc", "alpha_a * a.acc + alpha_b * b.acc"),
         ),
         Wrong(
-            "Python's max is used: it cannot compare arrays row by row, and np.maximum can",
+            "Python's max or an if is used on arrays with an entry a row: np.maximum and np.where decide row by row",
             edit=("np.maximum(a.m, b.m)", "max(a.m, b.m)"),
         ),
     ),
