@@ -1,4 +1,6 @@
-"""Sphinx configuration: `python -m sphinx -b html -W -n -c book SOURCE OUT`, SOURCE holding book.yml, book/ and notebooks/.
+"""Sphinx configuration: `python -m sphinx -b html -W -n -c book SOURCE OUT`.
+
+SOURCE is the repository, or any folder that holds book.yml, the pages of book/ and the chapters of notebooks/.
 
 What a reader of the book may want to change lies in book.yml; this file says how it is built. Nothing is executed and
 nothing is fetched: outputs are the stored ones, and mathematics is typeset by one local file.
@@ -34,8 +36,12 @@ extensions = ["myst_nb", "sphinx_external_toc", "sphinx_copybutton"]
 external_toc_path = "book.yml"
 external_toc_exclude_missing = False
 include_patterns = ["book/*.md", "notebooks/*.ipynb"]
+# Nothing there matches; naming them saves walking through an environment of a hundred thousand files.
+exclude_patterns = [".*", "_build", "workbook", "notebooks/.ipynb_checkpoints"]
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 language = "en"
+# Quotes, dots and dashes stay as they were typed: many of them stand in names and options.
+smartquotes = False
 templates_path = []
 
 nb_execution_mode = "off"
@@ -44,7 +50,8 @@ nb_code_prompt_show = "Show the {type}"
 nb_code_prompt_hide = "Hide the {type}"
 
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "attrs_block", "attrs_inline"]
-myst_heading_anchors = 4
+myst_heading_anchors = generate.ANCHORED_LEVELS
+myst_heading_slug_func = "generate.slug"
 myst_dmath_double_inline = True
 
 html_theme = "sphinx_book_theme"
@@ -94,8 +101,10 @@ def apply_settings(app, config):
             "repository_branch": meta["branch"],
             "use_repository_button": True,
             "use_issues_button": True,
-            "launch_buttons": {"colab_url": meta["colab"]},
         }
+    if meta["repository"].startswith("https://github.com/"):
+        # The service opens notebooks from there only.
+        options["launch_buttons"] = {"colab_url": meta["colab"]}
     config.html_theme_options = options
 
 

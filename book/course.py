@@ -28,6 +28,7 @@ from pathlib import Path
 
 import nbformat
 import yaml
+from jupyter_client.kernelspec import NoSuchKernel
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from tqdm import tqdm
@@ -56,11 +57,16 @@ def chapters(root):
     """Return the paths of the notebooks, in the order of book.yml.
 
     Raises:
-        ValueError: book.yml names a notebook that does not exist.
+        ValueError: book.yml is no YAML, names no notebook, or one that does not exist.
     """
     root = Path(root)
-    found = [root / f"{name}.ipynb" for name in _files(yaml.safe_load((root / "book.yml").read_text(encoding="utf-8")))]
-    found = [path for path in found if path.parent.name == "notebooks"]
+    try:
+        contents = yaml.safe_load((root / "book.yml").read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"book.yml must be YAML, got {error}") from error
+    found = [root / f"{name}.ipynb" for name in _files(contents) if name.startswith("notebooks/")]
+    if not found:
+        raise ValueError("book.yml must name notebooks, got none")
     missing = [path.name for path in found if not path.is_file()]
     if missing:
         raise ValueError(f"book.yml must name notebooks that exist, got {', '.join(missing)}")
@@ -77,7 +83,15 @@ def _files(node):
 
 
 def read(path):
-    return nbformat.read(path, as_version=4)
+    """Return a notebook.
+
+    Raises:
+        ValueError: the file is no notebook.
+    """
+    try:
+        return nbformat.read(path, as_version=4)
+    except (ValueError, KeyError, AttributeError, nbformat.ValidationError) as error:
+        raise ValueError(f"{Path(path).name} must be a notebook, got {type(error).__name__}: {error}") from error
 
 
 def tags(cell):
@@ -209,7 +223,7 @@ def execute(notebook, name, *, gpu=True, tick=lambda: None, timeout_s=CELL_TIMEO
             raise ChapterError(name, at, f"it took longer than {timeout_s} s") from error
         except DeadKernelError as error:
             raise ChapterError(name, at, "the kernel died") from error
-        except RuntimeError as error:
+        except (RuntimeError, NoSuchKernel) as error:
             raise ChapterError(name, at, f"the kernel did not start: {error}") from error
 
 
@@ -417,6 +431,7 @@ def lab(root):
 def notebooks(root):
     """Execute notebooks/ in place without a GPU; write them, their minutes and README's table only if all pass."""
     paths = chapters(root)
+    _readme(root)
     executed, failures, seconds = execute_all(paths, gpu=False)
     if failures:
         print("Nothing was written.", file=sys.stderr)
@@ -498,13 +513,17 @@ def chapter_table(root):
     return "\n".join(lines) + "\n"
 
 
+def _readme(root):
+    text = (root / "README.md").read_text(encoding="utf-8")
+    if len(TABLE.findall(text)) != 1:
+        raise ValueError(f"README.md must hold one place for the chapter table, got {len(TABLE.findall(text))}")
+    return text
+
+
 def update_readme(root):
     """Put the chapter table between README's two markers."""
-    path = root / "README.md"
-    text = path.read_text(encoding="utf-8")
-    if not TABLE.search(text):
-        raise ValueError("README.md must hold the two markers of the chapter table, got none")
-    write(path, TABLE.sub(lambda found: found[1] + chapter_table(root) + found[3], text))
+    text = TABLE.sub(lambda found: found[1] + chapter_table(root) + found[3], _readme(root))
+    write(root / "README.md", text)
 
 
 def _clock(seconds):
@@ -519,6 +538,8 @@ def main(arguments=None):
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository (default: the one this file is in)")
     given = parser.parse_args(arguments)
+    # A kernel "python3" that the user once installed elsewhere does not know flashlib.
+    os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")
     try:
         return COMMANDS[given.command](given.root.resolve())
     except KeyboardInterrupt:

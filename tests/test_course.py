@@ -66,6 +66,25 @@ def test_missing_chapter_is_named(root):
         course.chapters(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("book.yml", "a: [", "book.yml must be YAML"),
+        ("book.yml", "root: book/index", "book.yml must name notebooks, got none"),
+        ("notebooks/01_a.ipynb", "no notebook", "01_a.ipynb must be a notebook"),
+        ("notebooks/01_a.ipynb", "{}", "01_a.ipynb must be a notebook"),
+        ("README.md", "no markers", "README.md must hold one place for the chapter table, got 0"),
+    ],
+)
+def test_bad_files_are_named_and_nothing_is_written(root, capsys, name, text, words):
+    folder = root(["print(1)"])
+    (folder / name).write_text(text, encoding="utf-8")
+    before = contents(folder)
+    assert course.main(["notebooks", "--root", str(folder)]) == 1
+    assert f"FAILED  {words}" in capsys.readouterr().err
+    assert contents(folder) == before
+
+
 def test_course_writes_copies_only(root, monkeypatch, capsys):
     folder = root(["x = 41", "print(x + 1)"])
     before = committed(folder)
@@ -321,6 +340,7 @@ CELLS = [report(f"a.ipynb::Cell {n}") for n in range(3)]
         (3, {"passed": CELLS, "xpassed": CELLS[:1]}, "expected to fail"),
         (3, {"passed": CELLS, "skipped": CELLS[:1]}, "skipped"),
         (1, {"passed": [report("test_a.py::test_b")]}, "0 of 1"),
+        (3, {"passed": CELLS, "skipped": [report("test_a.py::test_b")]}, None),
     ],
 )
 def test_a_notebook_run_must_have_run_every_cell(expected, stats, words):

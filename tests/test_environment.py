@@ -114,7 +114,9 @@ DISTRIBUTIONS = {
     "markdown_it": "markdown-it-py",
     "cycler": "matplotlib",
 }
-OWN = {"flashlib", "book", "conftest"}
+OWN = {"flashlib", "book", "conftest"} | {
+    path.stem for name in ("book", "tests") for path in (ROOT / name).glob("*.py")
+}
 
 
 def imported(folder):
@@ -126,7 +128,6 @@ def imported(folder):
                 found |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 found.add(node.module.partition(".")[0])
-        found -= {path.stem for path in folder.glob("*.py")}
     found -= set(sys.stdlib_module_names) | OWN
     return {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in found}
 
