@@ -81,7 +81,8 @@ def test_import_brings_in_neither_torch_nor_triton_nor_numpy():
 
 
 def test_import_is_quick():
-    code = "import time; t = time.perf_counter(); import flashlib; print(time.perf_counter() - t)"
+    # Processor time, so that a busy machine does not decide; importing torch takes more than a second of it.
+    code = "import time; t = time.process_time(); import flashlib; print(time.process_time() - t)"
     assert min(float(python(code)) for _ in range(3)) < 0.1
 
 
