@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """One GPU's figures from its vendor, decimal units but for the on-chip memories.
+    """One GPU's figures as its vendor publishes them (nothing here is measured), decimal but for the on-chip memories.
 
     Args:
         name: the exact product.
@@ -98,7 +98,9 @@ def naive_flops(seqlen_q, seqlen_k, head_dim, *, batch=1, nheads=1):
     Raises:
         ValueError: a size is not an int of at least 1.
     """
-    _check_sizes(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, batch=batch, nheads=nheads)
+    seqlen_q, seqlen_k, head_dim, batch, nheads = _check_sizes(
+        seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, batch=batch, nheads=nheads
+    )
     return 4 * batch * nheads * seqlen_q * seqlen_k * head_dim
 
 
@@ -163,7 +165,9 @@ def naive_passes(seqlen_q, seqlen_k, head_dim, *, batch=1, nheads=1, itemsize=2,
     Raises:
         ValueError: a size is not an int of at least 1.
     """
-    _check_sizes(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, batch=batch, nheads=nheads, itemsize=itemsize)
+    seqlen_q, seqlen_k, head_dim, batch, nheads, itemsize = _check_sizes(
+        seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, batch=batch, nheads=nheads, itemsize=itemsize
+    )
     scores = batch * nheads * seqlen_q * seqlen_k
     square = scores * itemsize
     queries = batch * nheads * seqlen_q * head_dim * itemsize
@@ -192,7 +196,9 @@ def compulsory_bytes(seqlen_q, seqlen_k, head_dim, *, batch=1, nheads=1, itemsiz
     Raises:
         ValueError: a size is not an int of at least 1.
     """
-    _check_sizes(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, batch=batch, nheads=nheads, itemsize=itemsize)
+    seqlen_q, seqlen_k, head_dim, batch, nheads, itemsize = _check_sizes(
+        seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, batch=batch, nheads=nheads, itemsize=itemsize
+    )
     return 2 * batch * nheads * (seqlen_q + seqlen_k) * head_dim * itemsize
 
 
@@ -209,7 +215,9 @@ def naive_extra_bytes(seqlen_q, seqlen_k, *, batch=1, nheads=1, itemsize=2):
     Raises:
         ValueError: a size is not an int of at least 1.
     """
-    _check_sizes(seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=batch, nheads=nheads, itemsize=itemsize)
+    seqlen_q, seqlen_k, batch, nheads, itemsize = _check_sizes(
+        seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=batch, nheads=nheads, itemsize=itemsize
+    )
     return 2 * batch * nheads * seqlen_q * seqlen_k * itemsize
 
 
@@ -225,7 +233,7 @@ def flash_extra_bytes(seqlen_q, *, batch=1, nheads=1):
     Raises:
         ValueError: a size is not an int of at least 1.
     """
-    _check_sizes(seqlen_q=seqlen_q, batch=batch, nheads=nheads)
+    seqlen_q, batch, nheads = _check_sizes(seqlen_q=seqlen_q, batch=batch, nheads=nheads)
     return 4 * batch * nheads * seqlen_q
 
 
@@ -246,7 +254,7 @@ def roofline(gpu, intensity):
         ValueError: gpu is not known, or intensity is negative or not a number.
     """
     gpu = _gpu(gpu)
-    intensity = np.asarray(intensity, dtype=float)
+    intensity = _numbers("intensity", intensity)
     if not (intensity >= 0).all():
         raise ValueError(f"intensity must be at least 0 FLOP/byte, got {intensity.min()}")
     return np.minimum(gpu.peak_tflops, gpu.bandwidth_gb_s * intensity / 1e3)[()]
@@ -268,23 +276,32 @@ def bound_ms(gpu, flops, moved_bytes):
     """
     gpu = _gpu(gpu)
     for name, value in (("flops", flops), ("moved_bytes", moved_bytes)):
-        if not value >= 0:
-            raise ValueError(f"{name} must be at least 0, got {value!r}")
+        if not (isinstance(value, (int, float, np.integer, np.floating)) and value >= 0):
+            raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
     return max(flops / (gpu.peak_tflops * 1e12), moved_bytes / (gpu.bandwidth_gb_s * 1e9)) * 1e3
 
 
 def _gpu(gpu):
     if isinstance(gpu, Gpu):
         return gpu
-    if gpu not in GPUS:
+    if not (isinstance(gpu, str) and gpu in GPUS):
         raise ValueError(f"gpu must be a Gpu or one of {', '.join(GPUS)}, got {gpu!r}")
     return GPUS[gpu]
 
 
+def _numbers(name, values):
+    try:
+        return np.asarray(values, dtype=float)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number or an array of numbers, got {values!r}") from None
+
+
 def _check_sizes(**sizes):
+    """Return the sizes as Python's ints, which never overflow as NumPy's do."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
             raise ValueError(f"{name} must be an int of at least 1, got {size!r}")
+    return [int(size) for size in sizes.values()]
 
 
 # --- tiles ---------------------------------------------------------------------------------------------------------

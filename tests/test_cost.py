@@ -65,6 +65,15 @@ def test_flops_are_counted_one_by_one():
     assert sum(x.flops for x in passes if x.name in ("qk", "pv")) == by_hand
 
 
+def test_numpy_ints_do_not_overflow():
+    n, d = np.int32(2**17), np.int32(128)
+    assert cost.naive_flops(n, n, d) == 4 * 2**17 * 2**17 * 128
+    assert sum(x.moved_bytes for x in cost.naive_passes(n, n, d)) == (4 * 2**34 + 4 * 2**17 * 128) * 2
+    assert cost.compulsory_bytes(n, n, d, batch=n) == 4 * 2**17 * 2**17 * 128 * 2
+    assert cost.naive_extra_bytes(n, n) == 4 * 2**34
+    assert cost.flash_extra_bytes(n, batch=n) == 4 * 2**34
+
+
 def test_conventions():
     full = cost.flash_flops(128, 256, 64, batch=2, nheads=4)
     assert full == cost.naive_flops(128, 256, 64, batch=2, nheads=4) == 4 * 2 * 4 * 128 * 256 * 64
@@ -144,9 +153,18 @@ def test_bad_roofline_input_is_refused():
         cost.roofline("T4", [1, -1])
     with pytest.raises(ValueError, match="intensity must be at least 0"):
         cost.roofline("T4", float("nan"))
-    with pytest.raises(ValueError, match="flops must be at least 0, got -1"):
+    for bad in ("a", [1, "b"], 1j):
+        with pytest.raises(ValueError, match="intensity must be a number or an array of numbers"):
+            cost.roofline("T4", bad)
+    for bad in (None, ["T4"], {}):
+        with pytest.raises(ValueError, match="gpu must be a Gpu or one of"):
+            cost.roofline(bad, 1)
+    for bad in ("1", None, np.array([1, 2])):
+        with pytest.raises(ValueError, match="flops must be a number of at least 0"):
+            cost.bound_ms("T4", bad, 1)
+    with pytest.raises(ValueError, match="flops must be a number of at least 0, got -1"):
         cost.bound_ms("T4", -1, 1)
-    with pytest.raises(ValueError, match="moved_bytes must be at least 0"):
+    with pytest.raises(ValueError, match="moved_bytes must be a number of at least 0"):
         cost.bound_ms("T4", 1, float("nan"))
 
 

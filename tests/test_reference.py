@@ -134,6 +134,11 @@ def grads_of(q, k, v, weight_out, weight_lse, **options):
     return [leaf.grad.numpy() for leaf in leaves]
 
 
+def test_a_window_may_be_wider_than_any_integer_of_64_bits():
+    q, k, v = tensors(4, 6)
+    np.testing.assert_array_equal(attention(q, k, v, window=(10**30, 10**30)), attention(q, k, v))
+
+
 def test_a_row_without_a_key_is_zero_with_lse_minus_infinity_and_no_gradient():
     q, k, v = tensors(5, 2)
     out, lse = attention(q, k, v, causal=True, return_lse=True)
@@ -333,6 +338,11 @@ BAD = {
     "window right must be an int of at least 0 or None, got 1.5": (Q, K, V, {"window": (0, 1.5)}),
     "scale must be a finite number or None, got 'x'": (Q, K, V, {"scale": "x"}),
     "scale must be a finite number or None, got nan": (Q, K, V, {"scale": math.nan}),
+    "scale must be a finite number or None, got True": (Q, K, V, {"scale": True}),
+    "scale must be a finite number or None, got np.complex64(1+0j)": (Q, K, V, {"scale": np.complex64(1)}),
+    "scale must be a finite number or None, got 1000": (Q, K, V, {"scale": 10**400}),
+    "causal must be True or False, got 'yes'": (Q, K, V, {"causal": "yes"}),
+    "causal must be True or False, got tensor": (Q, K, V, {"causal": torch.tensor([True, False])}),
     "mask must be a numpy array or a torch tensor, got list": (Q, K, V, {"mask": [True]}),
     "mask must have dtype bool, True where a query sees a key, got float64": (Q, K, V, {"mask": np.ones((4, 6))}),
     "mask must broadcast to (2, 3, 4, 6), got shape (6, 4)": (Q, K, V, {"mask": np.ones((6, 4), bool)}),
