@@ -46,7 +46,7 @@ def least_ms(flops, moved_bytes, peak_tflops, bandwidth_gb_s):
 
 def least_cases():
     return [
-        Case("a kernel that memory limits", 5e11, 8e9, 989.4, 4800.0),
+        Case("a kernel that memory limits", 5e8, 8e9, 989.4, 4800.0),
         Case("a kernel that arithmetic limits", 5e12, 1e9, 989.4, 4800.0),
         Case("a T4", 1e12, 4e9, 65.0, 320.0),
     ]
