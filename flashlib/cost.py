@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """One GPU's figures as its vendor publishes them (nothing here is measured), decimal but for the on-chip memories.
+    """One GPU's figures as published, not as reached by any program; decimal units but for the on-chip memories.
 
     Args:
         name: the exact product.
@@ -53,32 +53,34 @@ class Gpu:
         return self.sms * self.shared_kib_sm * 1024
 
 
-# Shared memory by compute capability (7.5, 8.0, 8.9, 9.0, 9.0, 10.0): "CUDA C++ Programming Guide", technical
-# specifications per compute capability. Data sheets that print a peak "with sparsity" are halved.
+# Bandwidth, capacity and peak are figures of data sheets and white papers; where one prints a peak "with sparsity",
+# half of it stands here. Shared memory by compute capability (7.5, 8.0, 8.9, 9.0, 9.0, 10.0): "CUDA C++ Programming
+# Guide", section "Compute Capabilities", and for 10.0 "Blackwell Tuning Guide", section 1.4.1.1. Two rows hold what a
+# driver reports (cuDeviceGetAttribute), as no document gives it: SMs and L2 of the H200, SMs of the B200.
 GPUS = {
     "T4": Gpu(
         *("T4 16GB", 320, 16, 40, 64, 64, 4, 65, "fp16"),
-        source='NVIDIA, "Turing GPU Architecture" whitepaper (WP-09183-001), table of the Tesla T4; no bf16',
+        source='NVIDIA, "Turing GPU Architecture" white paper, table of the Tesla T4 (data sheet: 300 GB/s); no bf16',
     ),
     "A100": Gpu(
         *("A100 80GB SXM", 2039, 80, 108, 164, 163, 40, 312, "bf16"),
-        source='NVIDIA, "A100 Tensor Core GPU" data sheet and "A100 Tensor Core GPU Architecture" whitepaper',
+        source='NVIDIA, "GPU Performance Background User\'s Guide"; peak from the "A100 Tensor Core GPU" data sheet',
     ),
     "RTX 4090": Gpu(
         *("GeForce RTX 4090", 1008, 24, 128, 100, 99, 72, 165.2, "bf16"),
-        source='NVIDIA, "Ada GPU Architecture" whitepaper, appendix A',
+        source='NVIDIA, "Ada GPU Architecture" white paper, V2.02, appendix A, table 2',
     ),
     "H100": Gpu(
         *("H100 80GB SXM", 3350, 80, 132, 228, 227, 50, 989.4, "bf16"),
-        source='NVIDIA, "H100 Tensor Core GPU" data sheet and "H100 Tensor Core GPU Architecture" whitepaper',
+        source='NVIDIA, "H100 Tensor Core GPU" data sheet; SMs, L2, peak from the "Architecture" white paper',
     ),
     "H200": Gpu(
-        *("H200 141GB SXM", 4800, 141, 132, 228, 227, 50, 989.4, "bf16"),
-        source='NVIDIA, "H200 Tensor Core GPU" data sheet; SMs and L2 as H100, the same chip',
+        *("H200 141GB SXM", 4800, 141, 132, 228, 227, 60, 989.4, "bf16"),
+        source='NVIDIA, "H200 Tensor Core GPU" data sheet; SMs and L2 as the driver reports them',
     ),
     "B200": Gpu(
         *("B200 180GB SXM", 7700, 180, 148, 228, 227, 126, 2250, "bf16"),
-        source='NVIDIA, "Blackwell" data sheet (HGX B200) and "Blackwell Tuning Guide"',
+        source='NVIDIA, "HGX B200" data sheet; L2 from the "Blackwell Tuning Guide", SMs as the driver reports them',
     ),
 }
 

@@ -122,8 +122,9 @@ def test_roofline(name):
 
 def test_gpus_are_plausible():
     assert list(cost.GPUS) == ["T4", "A100", "RTX 4090", "H100", "H200", "B200"]
-    for gpu in cost.GPUS.values():
+    for key, gpu in cost.GPUS.items():
         assert gpu.shared_kib_block <= gpu.shared_kib_sm
+        assert gpu.shared_kib_block == {"T4": 64, "A100": 163, "RTX 4090": 99}.get(key, 227)
         # On-chip memory is at least a hundred times smaller than the GPU's own.
         assert gpu.shared_bytes * 100 < gpu.capacity_gb * 1e9
         assert gpu.source.startswith("NVIDIA")
