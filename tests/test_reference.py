@@ -97,6 +97,26 @@ def test_mask_and_bias():
     )
 
 
+def test_a_bias_of_minus_infinity_hides_as_a_mask_does():
+    q, k, v = tensors(4, 6)
+    hidden = np.zeros((4, 6), bool)
+    hidden[1] = True
+    hidden[:, 5] = True
+    k[..., 5, :], v[..., 5, :] = np.nan, np.inf
+    by_bias = attention(q, k, v, bias=np.where(hidden, -np.inf, 0.0), return_lse=True)
+    by_mask = attention(q, k, v, mask=~hidden, return_lse=True)
+    for a, b in zip(by_bias, by_mask, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert (by_bias[0][..., 1, :] == 0).all()
+    assert (by_bias[1][..., 1] == -np.inf).all()
+
+
+@pytest.mark.filterwarnings("error")
+def test_read_only_arrays_are_read_without_a_warning():
+    q, k, v = (np.broadcast_to(x[:1], (2, *x.shape[1:])) for x in tensors(4, 6))
+    np.testing.assert_array_equal(attention(q, k, v)[0], attention(q, k, v)[1])
+
+
 def test_mask_and_bias_broadcast_over_heads():
     q, k, v = tensors(4, 6)
     mask = np.random.default_rng(2).random((3, 1, 6)) < 0.5
@@ -303,6 +323,13 @@ def test_naive_in_numpy_and_torch_equals_the_oracle(scale):
     np.testing.assert_allclose(naive_attention(q, k, v, scale), want, rtol=1e-12, atol=1e-13)
     as_torch = naive_attention(*(torch.tensor(x) for x in (q, k, v)), scale)
     np.testing.assert_allclose(as_torch.numpy(), want, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.tensor])
+def test_naive_does_not_overflow(kind):
+    # Scores up to 3000 in float32, whose exponential overflows from 89 on.
+    q = np.linspace(-50, 50, 20, dtype=np.float32).reshape(5, 4)
+    assert np.isfinite(np.asarray(naive_attention(kind(q), kind(q), kind(q)))).all()
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
