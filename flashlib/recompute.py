@@ -25,7 +25,7 @@ def backward_naive(q, k, v, dout, *, causal=False, scale=None):
     Raises:
         ValueError: an argument has the wrong shape, dtype or value.
     """
-    scale, dtype = check_inputs(q, k, v, 1, 1, scale)
+    scale, dtype = check_inputs(q, k, v, 1, 1, scale, causal)
     _check_rows(q, (q.shape[0], v.shape[1]), dout=dout)
     q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
     s = scale * (q @ k.T)  # [seqlen_q, seqlen_k], and so are p, dp, ds
@@ -176,7 +176,7 @@ def backward(q, k, v, out, dout, lse, *, block_m, block_n, causal=False, scale=N
     Source:
         FlashAttention-2 (Dao 2023), Algorithm 2, https://arxiv.org/abs/2307.08691, its one loop taken apart.
     """
-    scale, dtype = check_inputs(q, k, v, block_m, block_n, scale)
+    scale, dtype = check_inputs(q, k, v, block_m, block_n, scale, causal)
     _check_rows(q, (q.shape[0], v.shape[1]), out=out, dout=dout)
     _check_numbers_a_row(q.shape[0], lse=lse, dlse=dlse)
     delta = np.empty_like(q, shape=(q.shape[0],), dtype=dtype)

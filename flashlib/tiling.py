@@ -126,7 +126,7 @@ def forward_article(q, k, v, *, block_m, block_n, causal=False, scale=None, retu
     Source:
         The article's section on the forward pass; the names m_tile, p_tile, l_tile stand for its m̃, P̃, l̃.
     """
-    scale, dtype = check_inputs(q, k, v, block_m, block_n, scale)
+    scale, dtype = check_inputs(q, k, v, block_m, block_n, scale, causal)
     seqlen_q, seqlen_k, head_dim_v = q.shape[0], k.shape[0], v.shape[1]
     offset = seqlen_k - seqlen_q
     out = np.empty_like(q, shape=(seqlen_q, head_dim_v))
@@ -180,7 +180,7 @@ def forward(q, k, v, *, block_m, block_n, causal=False, scale=None, return_lse=F
     Source:
         FlashAttention-2 (Dao 2023), Algorithm 1, https://arxiv.org/abs/2307.08691.
     """
-    scale, dtype = check_inputs(q, k, v, block_m, block_n, scale)
+    scale, dtype = check_inputs(q, k, v, block_m, block_n, scale, causal)
     seqlen_q, seqlen_k, head_dim_v = q.shape[0], k.shape[0], v.shape[1]
     offset = seqlen_k - seqlen_q
     out = np.empty_like(q, shape=(seqlen_q, head_dim_v))
@@ -221,7 +221,7 @@ def trace(q, k, v, *, block_m, block_n, causal=False, scale=None):
     Raises:
         ValueError: an argument has the wrong shape, dtype or value.
     """
-    scale, dtype = check_inputs(q, k, v, block_m, block_n, scale)
+    scale, dtype = check_inputs(q, k, v, block_m, block_n, scale, causal)
     seqlen_q, seqlen_k, head_dim_v = q.shape[0], k.shape[0], v.shape[1]
     offset = seqlen_k - seqlen_q
     out, lse = np.empty((seqlen_q, head_dim_v), q.dtype), np.empty(seqlen_q, dtype)
@@ -247,11 +247,11 @@ def trace(q, k, v, *, block_m, block_n, causal=False, scale=None):
     return Trace(q, k, v, out, lse, block_m, block_n, causal, scale, steps)
 
 
-def check_inputs(q, k, v, block_m, block_n, scale):
+def check_inputs(q, k, v, block_m, block_n, scale, causal=False):
     """Return the scale as a float and the dtype to compute in, or say which argument is wrong.
 
     Args:
-        q, k, v, block_m, block_n, scale: as for `forward`.
+        q, k, v, block_m, block_n, scale, causal: as for `forward`.
 
     Returns:
         (float, numpy dtype): float64 for float64 inputs, float32 for all others.
@@ -273,6 +273,8 @@ def check_inputs(q, k, v, block_m, block_n, scale):
     for name, block in (("block_m", block_m), ("block_n", block_n)):
         if not isinstance(block, numbers.Integral) or isinstance(block, bool) or block < 1:
             raise ValueError(f"{name} must be a whole number of rows, 1 or more, got {block!r}")
+    if not isinstance(causal, (bool, np.bool_)):
+        raise ValueError(f"causal must be True or False, got {causal!r}")
     if scale is None:
         scale = 1 / math.sqrt(q.shape[1])
     if not isinstance(scale, numbers.Real) or not math.isfinite(scale):

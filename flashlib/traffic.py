@@ -133,7 +133,7 @@ def forward_keys_outer(q, k, v, *, block_m, block_n, causal=False, scale=None):
     Source:
         FlashAttention (Dao et al. 2022), Algorithm 1: out is divided in every step.
     """
-    scale, dtype = check_inputs(q, k, v, block_m, block_n, scale)
+    scale, dtype = check_inputs(q, k, v, block_m, block_n, scale, causal)
     seqlen_q, seqlen_k, head_dim_v = q.shape[0], k.shape[0], v.shape[1]
     out = np.empty_like(q, shape=(seqlen_q, head_dim_v))
     l = np.empty_like(q, shape=(seqlen_q,), dtype=dtype)

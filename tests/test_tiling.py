@@ -156,6 +156,7 @@ Q, K, V = arrays(4, 4)
         ({"block_m": 0}, "block_m must be a whole number"),
         ({"block_n": 2.0}, "block_n must be a whole number .* got 2.0"),
         ({"block_n": True}, "block_n must be a whole number"),
+        ({"causal": "no"}, "causal must be True or False, got 'no'"),
         ({"scale": np.nan}, "scale must be None or a finite number, got nan"),
         ({"scale": "1"}, "scale must be None or a finite number, got '1'"),
     ],

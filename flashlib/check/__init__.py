@@ -301,7 +301,8 @@ def _compare(result, expected, exercise):
 
 def _same(a, b, exercise):
     if isinstance(a, _Raised) or isinstance(b, _Raised):
-        return isinstance(a, _Raised) and isinstance(b, _Raised) and type(a.error) is type(b.error)
+        # The kind of error alone says little: two ValueErrors may have nothing in common.
+        return isinstance(a, _Raised) and isinstance(b, _Raised) and _brief(a.error) == _brief(b.error)
     if isinstance(a, _Touched) or isinstance(b, _Touched):
         return isinstance(a, _Touched) and isinstance(b, _Touched) and a.position == b.position
     if a is None or b is None:
@@ -351,6 +352,10 @@ def _names(parts):
     return "(" + ", ".join(path or "one array" for path, _ in parts) + ")"
 
 
+def _is_row(value):
+    return isinstance(value, list) and all(isinstance(x, (int, float, np.number, np.bool_)) for x in value)
+
+
 def _flatten(value, path=""):
     """Return [(path, float64 array)] of a number, array, tensor, or nested tuple, list, dict or dataclass of them."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -359,7 +364,8 @@ def _flatten(value, path=""):
         value = value._asdict()
     if isinstance(value, dict):
         return [part for key in value for part in _flatten(value[key], f"{path}.{key}".lstrip("."))]
-    if isinstance(value, list) and all(isinstance(x, (int, float, np.number)) for x in value):
+    if _is_row(value) or (isinstance(value, list) and all(map(_is_row, value)) and len({len(x) for x in value}) == 1):
+        # A list of numbers, or of rows of one length, is as good as an array.
         value = np.array(value)
     if isinstance(value, (tuple, list)):
         return [part for index, item in enumerate(value) for part in _flatten(item, f"{path}[{index}]")]
