@@ -27,8 +27,8 @@ class Meter:
     q, k and v of one packed tensor are: an address belongs to the first tensor that has an element there.
 
     Args:
-        itemsize: dict, name -> bytes of one element, where a kernel is given another dtype than the caller's (a launcher
-            that makes a float32 buffer for a bfloat16 result).
+        itemsize: dict, name -> bytes of one element, where a kernel is given another dtype than the caller's (as when
+            a launcher makes a float32 buffer for a bfloat16 result).
         tolerate: tensors whose memory lanes may touch outside of the kernel's arguments; these lanes are counted in
             `outside`. Anywhere else such a lane raises an IndexError before memory is touched.
 
