@@ -390,7 +390,7 @@ def _check(q, k, v, step, causal, scale, return_lse, block_m, block_n):
     for name, x in (("q", q), ("k", k), ("v", v)):
         shape = tuple(x.shape)
         if len(shape) != 4 or shape[:2] != q.shape[:2] or shape[3] != q.shape[3] or shape[3] not in _HEAD_DIMS:
-            raise ValueError(f"{name} must be (batch, nheads, seqlen, head_dim), like q, head_dim 16 to 256, got {shape}")
+            raise ValueError(f"{name} must be (batch, nheads, seqlen, head_dim), head_dim {_HEAD_DIMS}, got {shape}")
         if x.dtype not in _DTYPES or x.dtype != q.dtype:
             raise ValueError(f"{name} must have dtype float16, bfloat16 or float32, that of q, got {x.dtype}")
     if v.shape[2] != k.shape[2]:
