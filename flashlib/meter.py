@@ -14,7 +14,7 @@ from pathlib import Path
 from flashlib import device
 
 # The releases of Triton that this file was tried with.
-CHECKED_TRITON = ("3.7.1",)
+CHECKED_TRITON = ("3.7.1", "3.8.0", "3.9.0")
 # Other doors to memory: a kernel that uses one of them would be counted wrongly, so it is refused.
 _UNCOUNTED = ("make_block_ptr", "make_tensor_descriptor", "load_tensor_descriptor", "store_tensor_descriptor")
 _REFUSED = (IndexError, NotImplementedError)
