@@ -8,6 +8,7 @@ PYTHON ?= python3
 JOBS ?= auto
 RUN := .venv/bin/python
 EXTRAS := course,test,book
+NBVAL := --nbval --nbval-current-env --nbval-sanitize-with tests/nbval.cfg --nbval-cell-timeout 120 --every-cell
 
 .DEFAULT_GOAL := help
 .PHONY: help venv course lab test book notebooks lint clean
@@ -22,9 +23,7 @@ course: venv ## execute every notebook into _build/ and build the book from them
 	@$(RUN) book/course.py course
 
 test: lint ## lint, unit tests, notebooks compared with their stored outputs, tests of the book
-	$(RUN) -m pytest -n $(JOBS) --maxprocesses 8 --dist loadfile -q tests
-	$(RUN) -m pytest -n $(JOBS) --maxprocesses 8 --dist loadfile -q --nbval --nbval-current-env --nbval-sanitize-with tests/nbval.cfg \
-		--nbval-cell-timeout 120 --every-cell notebooks
+	$(RUN) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist loadfile $(NBVAL) tests notebooks
 
 book: venv ## build the book from the outputs stored in notebooks/
 	@$(RUN) book/course.py book

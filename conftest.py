@@ -42,7 +42,12 @@ def complaint(expected, stats):
         for report in stats.get(outcome, [])
         if "::Cell" in report.nodeid and report.when == "call"
     }
-    excused = {report.nodeid for outcome in ("xfailed", "xpassed", "skipped") for report in stats.get(outcome, [])}
+    excused = {
+        report.nodeid
+        for outcome in ("xfailed", "xpassed", "skipped")
+        for report in stats.get(outcome, [])
+        if "::Cell" in report.nodeid
+    }
     if excused:
         return f"{len(excused)} cells were skipped or expected to fail, such as {min(excused)}"
     if not expected or len(ran) < expected:

@@ -101,8 +101,10 @@ def apply_settings(app, config):
             "repository_branch": meta["branch"],
             "use_repository_button": True,
             "use_issues_button": True,
-            "launch_buttons": {"colab_url": meta["colab"]},
         }
+    if meta["repository"].startswith("https://github.com/"):
+        # The service opens notebooks from there only.
+        options["launch_buttons"] = {"colab_url": meta["colab"]}
     config.html_theme_options = options
 
 

@@ -12,15 +12,11 @@ import re
 from pathlib import Path
 
 import yaml
-from markdown_it import MarkdownIt
-from mdit_py_plugins.dollarmath import dollarmath_plugin
-from myst_parser.slugs import unique_slug
 
 HERE = Path(__file__).resolve().parent
 MARKER = re.compile(r"^<!-- generated: ([a-z_]+)((?: \S+)*) -->$", re.MULTILINE)
 # Headings deeper than this get no anchor; conf.py gives the same number to the parser.
 ANCHORED_LEVELS = 4
-STARS = {1: "●", 2: "●●", 3: "●●●"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,25 +80,35 @@ def read_chapter(path):
 
 @functools.cache
 def _read_chapter(path, _stamp):
-    parser = MarkdownIt("commonmark").use(dollarmath_plugin)
     title, section, anchor = "", "", ""
-    slugs, cells = set(), []
+    taken, cells = set(), []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         text = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            tokens = parser.parse(text)
-            for opening, inline in itertools.pairwise(tokens):
-                if opening.type != "heading_open" or int(opening.tag[1]) > ANCHORED_LEVELS:
-                    continue
-                pieces = [child.content for child in inline.children if child.type in ("text", "code_inline")]
-                section = "".join(pieces)
-                anchor = unique_slug(slug(section), slugs)
-                slugs.add(anchor)
+            for heading in headings(text):
+                section, anchor = heading, slug(heading)
+                # The parser numbers the anchors of equal headings in the same way.
+                anchor = next(a for a in _numbered(anchor) if a not in taken)
+                taken.add(anchor)
                 title = title or section
         tags = tuple(cell.get("metadata", {}).get("tags", ()))
         cells.append(Cell(cell["cell_type"], text, tags, section, anchor))
     number = path.name.partition("_")[0]
     return Chapter(number, path.stem, title, tuple(cells))
+
+
+def headings(text):
+    """Return the headings of a Markdown cell that get an anchor, as plain text without their formulas."""
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    found = re.findall(rf"^#{{1,{ANCHORED_LEVELS}}} +(.+?)[ #]*$", outside, re.MULTILINE)
+    # Formulas, links, then marks of code and emphasis.
+    for pattern, kept in ((r"\$[^$]*\$", ""), (r"\[([^]]*)\]\([^)]*\)", r"\1"), (r"[`*]", "")):
+        found = [re.sub(pattern, kept, heading) for heading in found]
+    return found
+
+
+def _numbered(anchor):
+    return itertools.chain([anchor], (f"{anchor}-{n}" for n in itertools.count(1)))
 
 
 def opening(chapter):
@@ -158,12 +164,11 @@ def chapter_table(source):
         (
             chapter.link(chapter.title),
             opening(chapter).get("After this chapter you can", ""),
-            _minutes(chapter),
-            _stars(chapter),
+            "<br>".join(filter(None, (_minutes(chapter), _stars(chapter)))),
         )
         for chapter in chapters(source)
     ]
-    return _table(("chapter", "after it you can", "reading", "exercises"), rows)
+    return _table(("chapter", "after it you can", "reading, exercises"), rows)
 
 
 def short_path(source):
@@ -263,9 +268,7 @@ def misconceptions(source):
         text.append(f"## {chapter.title}")
         for exercise in found:
             heading = f"{exercise.id} {exercise.stars} {exercise.title}"
-            text.append(
-                f"**{_to_exercise(chapter, exercise, heading)}**: a result is recognised as what comes out when"
-            )
+            text.append(f"**{_to_exercise(chapter, exercise, heading)}**: the checker knows what comes out when")
             text.append("\n".join(f"- {_plain(wrong.says)}{_stumble_mark(wrong)}" for wrong in exercise.wrong))
     return "\n\n".join(text)
 
@@ -305,6 +308,9 @@ def predictions(chapter):
     for cell in chapter.cells:
         if cell.kind == "markdown":
             for question in re.findall(r"\*\*Predict:?\*\*:?\s*(.*?)(?=\n\s*\n|\Z)", cell.text, re.DOTALL):
+                if "?" not in question:
+                    # A sentence about predictions, not one of them.
+                    continue
                 # A link between chapters starts from notebooks/; these pages lie in book/.
                 asked = re.sub(r"\]\((?=\d\d_\w+\.ipynb)", "](../notebooks/", " ".join(question.split()))
                 found.append((cell, asked))

@@ -1,9 +1,12 @@
 """The book: its pages are those of book.yml, they build without a warning, and what is generated is true."""
 
 import ast
+import json
 import math
 import re
+import runpy
 import shutil
+import types
 import urllib.parse
 
 import pytest
@@ -19,9 +22,15 @@ NUMBERS = [chapter.number for chapter in CHAPTERS]
 
 
 @pytest.fixture(scope="module")
-def book():
+def made(tmp_path_factory):
+    """The built book and what Sphinx said."""
+    return built(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def book(made):
     """The folder of the built book."""
-    return built()[0]
+    return made.folder
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +73,9 @@ def test_chapters_are_in_order_and_numbered_by_their_files():
 # --- the build -----------------------------------------------------------------------------------------------------
 
 
-def test_book_builds_without_a_warning():
-    _, process = built()
-    assert process.returncode == 0, process.stderr[-4000:]
-    assert process.stderr.strip() == ""
+def test_book_builds_without_a_warning(made):
+    assert made.status == 0, made.messages[-4000:]
+    assert made.messages.strip() == ""
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -229,13 +237,30 @@ def test_repository_buttons_when_it_is_set(tmp_path):
     shutil.copytree(ROOT / "book", source / "book", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / f"{chapter[0]['file']}.ipynb", source / "notebooks")
     (source / "book.yml").write_text(yaml.safe_dump(settings), encoding="utf-8")
-    process = build(source, tmp_path / "html")
-    assert process.returncode == 0, process.stderr[-4000:]
-    page = BeautifulSoup((tmp_path / "html" / f"{chapter[0]['file']}.html").read_text(encoding="utf-8"), "html.parser")
+    other = build(source, tmp_path)
+    assert other.status == 0, other.messages[-4000:]
+    page = BeautifulSoup((other.folder / f"{chapter[0]['file']}.html").read_text(encoding="utf-8"), "html.parser")
     found = buttons(page)
     assert repository in found
     assert f"https://colab.research.google.com/github/somebody/somewhere/blob/trunk/{chapter[0]['file']}.ipynb" in found
     assert page.title.get_text().endswith("Another title")
+
+
+@pytest.mark.parametrize(
+    ("repository", "options"),
+    [
+        ("", set()),
+        ("https://example.org/somebody/somewhere", {"repository_url"}),
+        ("https://github.com/somebody/somewhere", {"repository_url", "launch_buttons"}),
+    ],
+)
+def test_buttons_follow_the_repository(tmp_path, repository, options):
+    meta = {"title": "T", "author": "A", "repository": repository, "branch": "main", "colab": "https://x.example"}
+    (tmp_path / "book.yml").write_text(yaml.safe_dump({"meta": meta}), encoding="utf-8")
+    config = types.SimpleNamespace()
+    runpy.run_path(str(ROOT / "book" / "conf.py"))["apply_settings"](types.SimpleNamespace(srcdir=tmp_path), config)
+    assert set(config.html_theme_options) & {"repository_url", "launch_buttons"} == options
+    assert config.html_title == "T"
 
 
 # --- notation ------------------------------------------------------------------------------------------------------
@@ -306,6 +331,13 @@ def test_stumble_is_met_where_it_is_said_to_be(pages, number):
     row = article(pages, "book/misconceptions").select("table tbody tr")[number - 1]
     assert words(row.find("td").get_text()) == str(number)
     assert len(row.find_all("a")) >= bool(met)
+
+
+def test_contributing_names_the_same_chapters():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## What learners stumble over")[2]
+    table = re.findall(r"^\| (\d+) \|.*\| ([^|]+) \|$", text, re.MULTILINE)
+    said = {int(number): where if where.isdigit() else None for number, where in table}
+    assert said == {number: stumble.get("chapter") for number, stumble in STUMBLES.items()}
 
 
 def test_every_stumble_tag_has_a_text():
@@ -379,6 +411,18 @@ def test_a_page_without_generated_lines_stays_as_it_is():
 )
 def test_text_is_escaped_outside_of_code(text, escaped):
     assert generate._plain(text) == escaped
+
+
+def test_headings_are_found_as_the_parser_finds_them():
+    text = "# 03 `merge` of $m$ and *more*\n\n```\n# no heading\n```\n\n## See [04](04_tiling.ipynb)\n\n##### too deep"
+    assert generate.headings(text) == ["03 merge of  and more", "See 04"]
+
+
+def test_equal_headings_get_anchors_of_their_own(tmp_path):
+    cells = [{"cell_type": "markdown", "source": [text], "metadata": {}} for text in ("# 03 X", "## Why", "## Why")]
+    (tmp_path / "03_x.ipynb").write_text(json.dumps({"cells": cells}), encoding="utf-8")
+    chapter = generate.read_chapter(tmp_path / "03_x.ipynb")
+    assert [cell.anchor for cell in chapter.cells] == ["03-X", "Why", "Why-1"]
 
 
 def test_opening_reads_the_bold_led_paragraphs():

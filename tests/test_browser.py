@@ -35,6 +35,13 @@ def need(condition, what):
         pytest.skip(reason)
 
 
+@pytest.mark.parametrize(("ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+def test_a_missing_browser_fails_where_everything_has_to_be_there(monkeypatch, ci, outcome):
+    monkeypatch.setenv("CI", ci)
+    with pytest.raises(outcome, match="chromium is not installed"):
+        need(None, "chromium")
+
+
 @pytest.fixture(scope="module")
 def browser():
     """One headless Chromium for all tests of this file."""
@@ -57,11 +64,11 @@ class _Silent(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def site():
+def site(tmp_path_factory):
     """The address of the built book on a local server."""
-    folder, process = built()
-    assert process.returncode == 0, process.stderr[-4000:]
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Silent, directory=str(folder)))
+    book = built(tmp_path_factory)
+    assert book.status == 0, book.messages[-4000:]
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Silent, directory=str(book.folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()

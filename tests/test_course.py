@@ -340,6 +340,7 @@ CELLS = [report(f"a.ipynb::Cell {n}") for n in range(3)]
         (3, {"passed": CELLS, "xpassed": CELLS[:1]}, "expected to fail"),
         (3, {"passed": CELLS, "skipped": CELLS[:1]}, "skipped"),
         (1, {"passed": [report("test_a.py::test_b")]}, "0 of 1"),
+        (3, {"passed": CELLS, "skipped": [report("test_a.py::test_b")]}, None),
     ],
 )
 def test_a_notebook_run_must_have_run_every_cell(expected, stats, words):
