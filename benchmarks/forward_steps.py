@@ -13,7 +13,6 @@ The long format of the course, plus block_m, block_n, num_warps, num_stages. The
 
     step_two_loops … step_skip   the steps, all with the same plain tile: 64 × 64, 4 warps, no pipelining
     step_pipelined               the last step, with three tiles of the loop in flight
-    step_tuned                   the last step, with the tile that flashlib/tiles.py has for this GPU
     flashlib_portable            flashlib's op (its loop reads through the copy engine where the GPU has one)
     variant                      the last step with one launch option changed at a time, at seqlen 4096, not causal
     fa2                          PyTorch's FlashAttention-2
@@ -30,10 +29,11 @@ import time
 from pathlib import Path
 
 # Before PyTorch: where there is no GPU it switches Triton's interpreter on, before anything else imports Triton.
-from flashlib import device, forward_steps, tiles  # isort: skip
+from flashlib import device, forward_steps  # isort: skip
 
 import torch
-from cost import FIELDS, fused, machine, measure
+from cost import FIELDS, fused, machine
+from fused_softmax import measure
 
 from flashlib.forward import flash_attention
 
@@ -72,8 +72,6 @@ def run_library(q, k, v, causal):
 
 def implementations(q, k, v):
     """Return {(impl, causal): (call, tile options)} of one shape."""
-    tuned = tiles.tile_for("forward", tiles.architecture_of(q.device), q.element_size(), q.shape[3], False)
-    tuned = dict(zip([*TILE_FIELDS, "max_registers"], tuned, strict=True))
     calls = {}
     for step in list(forward_steps.STEPS)[1:]:
         for causal in (False, True):
@@ -81,10 +79,9 @@ def implementations(q, k, v):
             if causal and not forward_steps.has(step, "causal"):
                 continue
             calls[f"step_{step}", causal] = functools.partial(run_step, q, k, v, step, causal, PLAIN), PLAIN
-    for name, options in (("pipelined", PLAIN | {"num_stages": 3}), ("tuned", tuned)):
-        for causal in (False, True):
-            calls[f"step_{name}", causal] = functools.partial(run_step, q, k, v, "skip", causal, options), options
+    pipelined = PLAIN | {"num_stages": 3}
     for causal in (False, True):
+        calls["step_pipelined", causal] = functools.partial(run_step, q, k, v, "skip", causal, pipelined), pipelined
         calls["flashlib_portable", causal] = functools.partial(run_library, q, k, v, causal), {}
         calls["fa2", causal] = functools.partial(fused, q, k, v, q.shape[3] ** -0.5, causal), {}
     return calls
