@@ -1,7 +1,7 @@
 """FlashAttention, step by step: the finished implementations that the notebooks import.
 
-Importing the package imports neither PyTorch nor Triton: modules are fetched when they are first asked for. What it does
-do is settle how Triton will run kernels, because that is fixed when Triton is imported: see `flashlib.device.settle`.
+Importing the package imports neither PyTorch nor Triton: modules are fetched when they are first asked for. What it
+does is settle how Triton will run kernels, because that is fixed when Triton is imported: see `flashlib.device.settle`.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from flashlib import device
 __version__ = "0.1.0"
 
 # Public names that live in a module, fetched with it on first use.
-_HOME = {"report": "device"}
+_HOME = {"report": "device", "flash_attention": "forward"}
 
 device.settle()
 

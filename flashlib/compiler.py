@@ -15,7 +15,9 @@ from pathlib import Path
 from flashlib import device
 
 # The releases of Triton that this file was tried with.
-CHECKED_TRITON = ("3.6.0", "3.7.1", "3.8.0")
+CHECKED_TRITON = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
+# Scalars, pointers to them (k: constant), and tensor descriptors.
+_TYPE = re.compile(r"\*?k?(?:i1|[iu](?:8|16|32|64)|fp(?:16|32|64)|bf16|fp8\w+)|(?:tensordesc|nvTmaDesc).*")
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 103, 120, 121)
 
 
@@ -67,8 +69,8 @@ def compile_for(kernel, signature, constexprs=None, capability=90, options=None,
 
     Args:
         kernel: "module:name" of a `@triton.jit` (or Gluon) function at the top level of a module.
-        signature: dict, argument -> type: "*fp16" a pointer, "i32", "fp32"; a tuple of types for a tuple argument. An int
-            in place of a type is an argument with that value, compiled in, as a launch does with a stride of 1.
+        signature: dict, argument -> type: "*fp16" for a pointer, "i32", "fp32"; a tuple of types for a tuple. An int in
+            place of a type is an argument with that value, compiled in, as a launch does with a stride of 1.
         constexprs: dict, argument -> value. "module:name" means a jit function, "tl.float16" a dtype of Triton.
         capability: 75 for compute capability 7.5; one of CAPABILITIES.
         options: dict: num_warps, num_stages, ….
@@ -112,6 +114,8 @@ def compile_many(jobs, *, timeout_s=600):
     import subprocess
     import tempfile
 
+    if not isinstance(jobs, (list, tuple)) or not all(isinstance(job, dict) for job in jobs):
+        raise ValueError(f"jobs must be a list of dict, got {jobs!r}")
     jobs = [_checked(dict(job)) for job in jobs]
     if not device._installed("triton"):
         raise RuntimeError(device.kernel_problem())
@@ -141,7 +145,8 @@ def compile_many(jobs, *, timeout_s=600):
 
 def _checked(job):
     """Check the arguments of one job as far as it can be done without Triton, and make them plain enough for JSON."""
-    job = {"constexprs": None, "options": None, "divisible": (), "capability": 90} | job
+    job = {"kernel": None, "signature": None, "constexprs": None, "options": None, "divisible": ()} | job
+    job.setdefault("capability", 90)
     module, _, name = job["kernel"].partition(":") if isinstance(job["kernel"], str) else ("", "", "")
     if not module or not name.isidentifier():
         raise ValueError(f"kernel must be a string 'module:name', got {job['kernel']!r}")
@@ -149,20 +154,30 @@ def _checked(job):
         value = job[key] = {} if job[key] is None and key != "signature" else job[key]
         if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
             raise ValueError(f"{key} must be a dict with names as keys, got {value!r}")
-    if job["capability"] not in CAPABILITIES:
+    warps = job["options"].get("num_warps", 4)
+    if not isinstance(warps, int) or warps < 1 or warps & (warps - 1):
+        raise ValueError(f"options must give num_warps a power of two, got {warps!r}")
+    if not isinstance(job["capability"], int) or job["capability"] not in CAPABILITIES:
         raise ValueError(f"capability must be one of {CAPABILITIES}, got {job['capability']!r}")
     for name, kind in job["signature"].items():
         for one in kind if isinstance(kind, (tuple, list)) else (kind,):
-            if not isinstance(one, (str, int)):
+            if not isinstance(one, int) and not (isinstance(one, str) and _TYPE.fullmatch(one)):
                 raise ValueError(f"signature must give {name} a type such as '*fp16' or 'i32', got {one!r}")
             device.check_capability(job["capability"], one)
-    plain = (bool, int, float, str, type(None), tuple, list)
     for key in ("constexprs", "options"):
         for name, value in job[key].items():
-            if not isinstance(value, plain):
+            if not _is_plain(value):
                 raise ValueError(f"{key} must give {name} a number, a string or a tuple of them, got {value!r}")
-    job["divisible"] = [job["divisible"]] if isinstance(job["divisible"], str) else list(job["divisible"])
-    return job
+    divisible = [job["divisible"]] if isinstance(job["divisible"], str) else job["divisible"]
+    if not isinstance(divisible, (list, tuple, set)) or not all(isinstance(name, str) for name in divisible):
+        raise ValueError(f"divisible must be names of arguments, got {divisible!r}")
+    return job | {"divisible": sorted(divisible)}
+
+
+def _is_plain(value):
+    if isinstance(value, (tuple, list)):
+        return all(_is_plain(one) for one in value)
+    return isinstance(value, (bool, int, float, str, type(None)))
 
 
 def _child():
@@ -176,19 +191,23 @@ def _child():
             results.append(_compiled(job))
         except Exception as error:
             kind = "ValueError" if type(error) is ValueError else "other"
-            results.append({"error": kind, "message": f"{_message(error)}"})
+            results.append({"error": kind, "message": _message(error)})
         Path(heard).write_text(json.dumps(results))
         if "error" in results[-1]:
             return
 
 
 def _message(error):
-    """Return what the compiler has to say, of all the errors that led to this one; at most 40 lines."""
-    causes = []
+    """Return what the compiler has to say, with the errors that led to it; at most 40 lines."""
+    said = []
     while error is not None:
-        causes.append(str(error).strip() or type(error).__name__)
+        # Triton's own errors show the place in the kernel; of others the kind is needed to make sense of the text.
+        own = hasattr(error, "error_message") or isinstance(error, (ValueError, RuntimeError))
+        text = str(error).strip() if own else f"{type(error).__name__}: {error}".strip()
+        if not any(text in earlier for earlier in said):
+            said.append(text)
         error = error.__cause__
-    return "\n".join("\n".join(causes).splitlines()[:40])
+    return "\n".join("\n".join(said).splitlines()[:40])
 
 
 def _compiled(job):
@@ -210,7 +229,7 @@ def _compiled(job):
     known = {field.name for field in dataclasses.fields(_options_class(target))}
     for name in job["options"]:
         if name not in known:
-            raise ValueError(f"options must be among those of Triton's CUDA backend ({sorted(known)}), got {name}")
+            raise ValueError(f"options must be Triton's, such as num_warps, num_stages or maxnreg, got {name}")
     source = Source(fn=fn, signature=signature, constexprs=constants, attrs=attrs)
     kernel = triton.compile(source, target=target, options=job["options"])
     registers, stack_bytes = _resources(kernel.asm["cubin"])

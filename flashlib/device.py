@@ -24,6 +24,8 @@ COURSE_TRITON = "3.7.1"
 OLDEST_TRITON = (3, 6)
 OLDEST_CAPABILITY = 75
 
+# Where the driver's library lies: on the loader's path, or where WSL and hosted notebooks keep it; on Windows its name.
+_NVML = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1", "/usr/lib64-nvidia/libnvidia-ml.so.1", "nvml.dll")
 # The values that Triton itself takes for "on".
 _ON = ("1", "true", "on", "yes", "y")
 _NO_TRITON = {
@@ -83,12 +85,7 @@ def _driver():
     """Ask NVIDIA's management library: ([Gpu], the driver's CUDA major version)."""
     import ctypes
 
-    for path in (
-        "libnvidia-ml.so.1",
-        "/usr/lib/wsl/lib/libnvidia-ml.so.1",
-        "/usr/lib64-nvidia/libnvidia-ml.so.1",
-        "nvml.dll",
-    ):
+    for path in _NVML:
         try:
             nvml = ctypes.CDLL(path)
         except OSError:
@@ -279,18 +276,22 @@ def check_capability(capability, dtype=None):
         dtype: torch dtype, or its name ("bf16", "*bf16", "float16"); None leaves it out.
 
     Raises:
+        ValueError: capability is neither.
         RuntimeError: says what to do instead.
     """
+    pair = capability if isinstance(capability, tuple) else (capability, 0)
+    if len(pair) != 2 or not all(isinstance(number, int) for number in pair):
+        raise ValueError(f"capability must be a number such as 75 or a pair such as (7, 5), got {capability!r}")
     if isinstance(capability, tuple):
         capability = 10 * capability[0] + capability[1]
     if capability < OLDEST_CAPABILITY:
         raise RuntimeError(
-            f"kernels need a GPU of compute capability 7.5 or later, this one has {_dotted(capability)}: "
+            f"kernels need a GPU of compute capability 7.5 or later, this one has {_dotted(capability)}; "
             "set TRITON_INTERPRET=1 before the first import to run them on the CPU"
         )
     if capability < 80 and str(dtype).removeprefix("*") in _BF16:
         raise RuntimeError(
-            f"bfloat16 needs a GPU of compute capability 8.0 or later, this one has {_dotted(capability)}: "
+            f"bfloat16 needs a GPU of compute capability 8.0 or later, this one has {_dotted(capability)}; "
             "use float16 or float32"
         )
 
@@ -323,42 +324,37 @@ class Report:
     """What runs on this machine; prints as a small table.
 
     Args:
-        platform, python: names with versions.
-        numpy, torch, triton: versions, None where the package is missing.
+        platform, python: the system with its processor, the version of Python.
+        packages: dict, name -> version, None where it is missing.
         gpu: the first usable GPU, or None.
         no_gpu: why there is none, in a few words; None if there is one.
         interpreter: True where kernels run in Triton's interpreter.
+        problem: why kernels do not run here and what to do; None if they run.
         bf16: True where kernels take bfloat16.
         parts: dict, part of the course -> how it runs here.
-        runs: dict, part of the course -> True where its code runs here.
     """
 
     platform: str
     python: str
-    numpy: str
-    torch: str
-    triton: str
+    packages: dict
     gpu: Gpu
     no_gpu: str
     interpreter: bool
+    problem: str
     bf16: bool
     parts: dict
-    runs: dict
 
     def __repr__(self):
         gpu = f"none: {self.no_gpu}"
         if self.gpu:
-            capability, size = _dotted(self.gpu.capability), self.gpu.memory_bytes / 1e9
-            gpu = f"{self.gpu.name}, compute capability {capability}, {size:.0f} GB"
+            capability, size = _dotted(self.gpu.capability), self.gpu.memory_bytes / 2**30
+            gpu = f"{self.gpu.name}, compute capability {capability}, {size:.0f} GiB"
         how = "in Triton's interpreter, on the CPU" if self.interpreter else "compiled, on the GPU"
-        rows = {
-            "platform": self.platform,
-            "Python": self.python,
-            "NumPy": self.numpy or "missing",
-            "PyTorch": self.torch or "missing",
-            "Triton": self.triton or "missing",
+        rows = {"platform": self.platform, "Python": self.python}
+        rows |= {name: version or "missing" for name, version in self.packages.items()}
+        rows |= {
             "GPU": gpu,
-            "kernels run": how if self.runs["II"] else "not here",
+            "kernels run": "not here" if self.problem else how,
             "bfloat16": "yes" if self.bf16 else "no",
         }
         rows |= {f"part {part}": text for part, text in self.parts.items()}
@@ -380,28 +376,22 @@ def report():
     interpreter = problem is None and interpreting()
     if problem is None and gpu is None and not interpreter:
         problem = "there is no GPU, and TRITON_INTERPRET switches the interpreter off: restart Python without it"
+    compiled = problem is None and not interpreter
     kernels = problem or "runs"
     if interpreter:
         kernels = "runs in the interpreter, on small inputs"
-    elif problem is None and gpu.capability < 80:
+    elif compiled and gpu.capability < 80:
         kernels = f"runs; {_TURING}"
-    first = "runs" if _installed("torch") else f"runs, except where PyTorch is used: pip install torch=={COURSE_TORCH}"
-    hopper = problem is None and not interpreter and gpu.capability == 90
+    hopper = "runs" if compiled and gpu.capability == 90 else "to read; to run it takes a Hopper GPU (H100, H200)"
+    numpy_only = f"runs, except where PyTorch is used: pip install torch=={COURSE_TORCH}"
     return Report(
         platform=f"{system} {platform.machine()}",
         python=platform.python_version(),
-        numpy=_version("numpy"),
-        torch=_version("torch"),
-        triton=_version("triton"),
+        packages={"NumPy": _version("numpy"), "PyTorch": _version("torch"), "Triton": _version("triton")},
         gpu=gpu,
         no_gpu=why,
         interpreter=interpreter,
-        bf16=problem is None and (interpreter or gpu.capability >= 80),
-        parts={
-            "I": first,
-            "II": kernels,
-            "III": kernels,
-            "IV": "runs" if hopper else "to read; to run it takes a Hopper GPU (H100, H200)",
-        },
-        runs={"I": True, "II": problem is None, "III": problem is None, "IV": hopper},
+        problem=problem,
+        bf16=interpreter or (compiled and gpu.capability >= 80),
+        parts={"I": "runs" if _installed("torch") else numpy_only, "II": kernels, "III": kernels, "IV": hopper},
     )

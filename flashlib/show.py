@@ -48,7 +48,7 @@ def source_of(obj, docstring=True):
     except (TypeError, OSError) as error:
         raise ValueError(f"obj must be something with Python source, got {type(obj).__name__}") from error
     if not docstring and obj.__doc__:
-        text = _without_docstring(text)
+        text = _without_docstring(text, inspect.ismodule(obj))
     return text
 
 
@@ -89,10 +89,11 @@ def diff(before, after, context=2):
     return Listing("\n".join("…" if line.startswith("@@") else line for line in body), "diff")
 
 
-def _without_docstring(text):
+def _without_docstring(text, is_module):
     import ast
 
-    node = ast.parse(text).body[0]
+    tree = ast.parse(text)
+    node = tree if is_module else tree.body[0]
     first = node.body[0]
     if not (
         isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)

@@ -143,10 +143,10 @@ def architecture_of(device):
     return 10 * major + minor
 
 
-# (kernel, family, bytes of an element): columns -> (block_m, block_n, num_warps, num_stages), or a pair of those, without and
-# with causal. Narrower tiles take the next wider row. Families: compute capability 75, 80, 90, 100, and "99" for the cards
-# with 99 KB of shared memory a block (86, 89, 120). 90 was measured at 64 and 128 columns; the others are the first of a few
-# candidates that compile without much stack and fit.
+# (kernel, family, bytes of an element): columns -> (block_m, block_n, num_warps, num_stages), or a pair of those, without
+# and with causal. Narrower tiles take the next wider row. Families: compute capability 75, 80, 90, 100, and "99" for the
+# cards with 99 KB of shared memory a block (86, 89, 120). 90 was measured at 64 and 128 columns; the others are the first
+# of a few candidates that compile without much stack and fit.
 TILES = {
     ("forward", 90, 2): {
         16: (128, 64, 4, 3),
@@ -209,8 +209,8 @@ def tile_for(kernel, architecture, itemsize, columns, causal):
     found = [rows[wider] for wider in sorted(rows) if wider >= columns]
     if not found:
         raise RuntimeError(
-            f"this GPU has too little shared memory for head_dim {columns} (at most {max(rows)}): use a smaller one, or "
-            "restart Python with TRITON_INTERPRET=1"
+            f"this GPU has too little shared memory for head_dim {columns} (at most {max(rows)}): use a smaller one, "
+            "or restart Python with TRITON_INTERPRET=1"
         )
     return Tile(*(found[0][causal] if isinstance(found[0][0], tuple) else found[0]))
 
@@ -223,7 +223,7 @@ class Plan(NamedTuple):
     constants: dict
 
     def loaded(self, *tensors):
-        """Return what the kernel takes for the two tensors that its loop loads: descriptors of tiles, or the tensors."""
+        """Return what the kernel takes for the two tensors that its loop loads: descriptors, or the tensors."""
         if not self.constants["DESCRIPTOR"]:
             return tensors
         columns = self.constants["COLS"], self.constants["COLS_V"]

@@ -49,7 +49,7 @@ def test_the_matrix_unit_is_used(capability, instruction):
 
 
 def unwritten_registers(ptx, folder):
-    """Assemble for Hopper and return the uniform registers that are read, in the order of the text, before any write."""
+    """Assemble for Hopper and return the uniform registers that are read before, in the text, they are written."""
     source, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
     source.write_text(ptx)
     subprocess.run([TOOLS / "ptxas", "-arch=sm_90a", source, "-o", cubin], check=True)

@@ -1,0 +1,55 @@
+# The commands of the course. `make` alone lists them.
+#
+# .venv is made by the first command that needs it. Its stamp, written only after a complete installation, holds a
+# checksum of pyproject.toml and constraints.txt: no stamp means a half-made .venv, which is made again; another checksum
+# means that the requirements changed, and they are installed again.
+
+PYTHON ?= python3
+JOBS ?= auto
+RUN := .venv/bin/python
+EXTRAS := course,test,book
+NBVAL := --nbval --nbval-current-env --nbval-sanitize-with tests/nbval.cfg --nbval-cell-timeout 120 --every-cell
+
+.DEFAULT_GOAL := help
+.PHONY: help venv course lab test book notebooks lint clean
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+lab: venv ## open JupyterLab on workbook/, your own copy of the notebooks
+	@$(RUN) book/course.py lab
+
+course: venv ## execute every notebook into _build/ and build the book from them
+	@$(RUN) book/course.py course
+
+test: lint ## lint, unit tests, notebooks compared with their stored outputs, tests of the book
+	$(RUN) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist loadfile $(NBVAL) tests notebooks
+
+book: venv ## build the book from the outputs stored in notebooks/
+	@$(RUN) book/course.py book
+
+notebooks: venv ## for authors: execute notebooks/ in place, update their minutes and the table in README.md
+	@$(RUN) book/course.py notebooks
+
+lint: venv ## check style and format
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+clean: ## remove _build/ and .venv (workbook/ is yours and stays)
+	rm -rf _build .venv
+
+venv:
+	@stamp="$$(cat pyproject.toml constraints.txt | cksum) $(CURDIR)"; \
+	if [ "$$(cat .venv/installed 2>/dev/null)" = "$$stamp" ] && $(RUN) -c '' 2>/dev/null; then exit 0; fi; \
+	if [ ! -f .venv/installed ] || ! $(RUN) -c '' 2>/dev/null; then \
+		$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+			echo "PYTHON must be Python 3.11 or newer, got $(PYTHON): $$($(PYTHON) --version 2>&1 | head -n 1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }; \
+		$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+			echo "$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }; \
+		echo "Making .venv (a few minutes, once)"; \
+		rm -rf .venv && $(PYTHON) -m venv .venv || exit 1; \
+	fi; \
+	rm -f .venv/installed; \
+	$(RUN) -m pip install --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]" || { \
+		echo "The installation failed; the lines above say why. Run the command again once that is mended." >&2; exit 1; }; \
+	echo "$$stamp" > .venv/installed
