@@ -143,51 +143,59 @@ def architecture_of(device):
     return 10 * major + minor
 
 
-# (kernel, family, bytes of an element): padded head_dim -> the Tile without and with causal.
-# Families: 75, "99" for the cards with 99 KB of shared memory a block (86, 89, 120), 80, 90, 100, and 0 interpreted.
+# (kernel, family, bytes of an element): columns -> (block_m, block_n, num_warps, num_stages), or a pair of those, without
+# and with causal. Narrower tiles take the next wider row. Families: compute capability 75, 80, 90, 100, and "99" for the
+# cards with 99 KB of shared memory a block (86, 89, 120). 90 was measured at 64 and 128 columns; the others are the first
+# of a few candidates that compile without much stack and fit.
 TILES = {
     ("forward", 90, 2): {
-        16: ((128, 64, 4, 3), (128, 64, 4, 3)),
-        32: ((128, 64, 4, 3), (128, 64, 4, 3)),
+        16: (128, 64, 4, 3),
+        32: (128, 64, 4, 3),
         64: ((64, 128, 4, 1), (64, 128, 4, 2)),
-        128: ((64, 128, 4, 1), (64, 128, 4, 1)),
-        256: ((128, 64, 8, 2), (128, 64, 8, 2)),
+        128: (64, 128, 4, 1),
+        256: (128, 64, 8, 2),
     },
     ("dkdv", 90, 2): {
-        16: ((64, 128, 8, 2), (64, 128, 8, 2)),
-        32: ((64, 128, 8, 2), (64, 128, 8, 2)),
-        64: ((128, 64, 4, 2), (128, 64, 4, 2)),
-        128: ((64, 64, 4, 2), (64, 64, 4, 2)),
-        256: ((32, 64, 8, 2), (32, 64, 8, 2)),
+        16: (64, 128, 8, 2),
+        32: (64, 128, 8, 2),
+        64: (128, 64, 4, 2),
+        128: (64, 64, 4, 2),
+        256: (32, 64, 8, 2),
     },
     ("dq", 90, 2): {
-        16: ((128, 64, 8, 2), (128, 64, 8, 2)),
-        32: ((128, 64, 8, 2), (128, 64, 8, 2)),
-        64: ((128, 64, 8, 3), (128, 64, 8, 3)),
-        128: ((128, 64, 8, 3), (128, 64, 8, 3)),
-        256: ((64, 32, 4, 2), (64, 32, 4, 2)),
+        16: (128, 64, 8, 2),
+        32: (128, 64, 8, 2),
+        64: (128, 64, 8, 3),
+        128: (128, 64, 8, 3),
+        256: (64, 32, 4, 2),
     },
-    ("forward", 90, 4): {
-        16: ((128, 64, 4, 1), (128, 64, 4, 1)),
-        32: ((128, 64, 4, 1), (128, 64, 4, 1)),
-        64: ((128, 64, 4, 1), (128, 64, 4, 1)),
-        128: ((32, 64, 4, 2), (32, 64, 4, 2)),
-        256: ((32, 32, 4, 1), (32, 32, 4, 1)),
-    },
-    ("dkdv", 90, 4): {
-        16: ((64, 32, 4, 1), (64, 32, 4, 1)),
-        32: ((64, 32, 4, 1), (64, 32, 4, 1)),
-        64: ((64, 32, 4, 1), (64, 32, 4, 1)),
-        128: ((64, 32, 4, 1), (64, 32, 4, 1)),
-        256: ((32, 32, 4, 1), (32, 32, 4, 1)),
-    },
-    ("dq", 90, 4): {
-        16: ((128, 64, 8, 3), (128, 64, 8, 3)),
-        32: ((128, 64, 8, 3), (128, 64, 8, 3)),
-        64: ((128, 64, 8, 3), (128, 64, 8, 3)),
-        128: ((32, 64, 4, 1), (32, 64, 4, 1)),
-        256: ((32, 32, 4, 1), (32, 32, 4, 1)),
-    },
+    ("forward", 90, 4): {64: (128, 64, 4, 1), 128: (32, 64, 4, 2), 256: (32, 32, 4, 1)},
+    ("dkdv", 90, 4): {64: (64, 32, 4, 1), 128: (64, 32, 4, 1), 256: (32, 32, 4, 1)},
+    ("dq", 90, 4): {64: (128, 64, 8, 3), 128: (32, 64, 4, 1), 256: (32, 32, 4, 1)},
+    ("forward", 75, 2): {64: (32, 32, 4, 1), 128: (16, 32, 4, 1)},
+    ("dkdv", 75, 2): {64: (16, 32, 4, 1), 128: (16, 16, 4, 1)},
+    ("dq", 75, 2): {64: (16, 32, 4, 1), 128: (16, 16, 4, 1)},
+    ("forward", 75, 4): {64: (32, 32, 4, 1), 128: (16, 32, 4, 1)},
+    ("dkdv", 75, 4): {64: (16, 32, 4, 1), 128: (16, 16, 4, 1)},
+    ("dq", 75, 4): {64: (32, 16, 4, 1), 128: (16, 16, 4, 1)},
+    ("forward", 80, 2): {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
+    ("dkdv", 80, 2): {64: (32, 64, 4, 2), 128: (64, 64, 8, 2), 256: (32, 64, 8, 2)},
+    ("dq", 80, 2): {64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 2)},
+    ("forward", 80, 4): {64: (64, 32, 4, 2), 128: (32, 32, 4, 1), 256: (16, 16, 4, 1)},
+    ("dkdv", 80, 4): {64: (32, 32, 4, 2), 128: (32, 32, 8, 1), 256: (16, 16, 4, 1)},
+    ("dq", 80, 4): {64: (32, 32, 4, 2), 128: (32, 16, 4, 1), 256: (16, 16, 4, 1)},
+    ("forward", "99", 2): {64: (128, 64, 4, 3), 128: (128, 64, 8, 2), 256: (64, 32, 4, 2)},
+    ("dkdv", "99", 2): {64: (32, 64, 4, 2), 128: (64, 64, 8, 2), 256: (32, 64, 8, 1)},
+    ("dq", "99", 2): {64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1)},
+    ("forward", "99", 4): {64: (64, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 16, 4, 1)},
+    ("dkdv", "99", 4): {64: (32, 32, 4, 2), 128: (32, 32, 8, 1), 256: (16, 16, 4, 1)},
+    ("dq", "99", 4): {64: (32, 32, 4, 2), 128: (32, 16, 4, 1), 256: (16, 16, 4, 1)},
+    ("forward", 100, 2): {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
+    ("dkdv", 100, 2): {64: (64, 64, 4, 2), 128: (32, 128, 8, 2), 256: (32, 64, 8, 2)},
+    ("dq", 100, 2): {64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 2)},
+    ("forward", 100, 4): {64: (64, 32, 4, 2), 128: (64, 32, 8, 2), 256: (16, 16, 4, 1)},
+    ("dkdv", 100, 4): {64: (32, 32, 4, 2), 128: (32, 32, 8, 1), 256: (16, 16, 4, 1)},
+    ("dq", 100, 4): {64: (32, 32, 4, 2), 128: (32, 16, 4, 1), 256: (16, 16, 4, 1)},
 }
 
 
@@ -197,7 +205,14 @@ def tile_for(kernel, architecture, itemsize, columns, causal):
     if architecture == 0:
         return Tile(32, 32, 4, 1)
     family = architecture if architecture in (75, 80, 90, 100) else "99"
-    return Tile(*TILES[kernel, family, itemsize][columns][causal])
+    rows = TILES[kernel, family, itemsize]
+    found = [rows[wider] for wider in sorted(rows) if wider >= columns]
+    if not found:
+        raise RuntimeError(
+            f"this GPU has too little shared memory for head_dim {columns} (at most {max(rows)}): use a smaller one, "
+            "or restart Python with TRITON_INTERPRET=1"
+        )
+    return Tile(*(found[0][causal] if isinstance(found[0][0], tuple) else found[0]))
 
 
 class Plan(NamedTuple):
@@ -208,10 +223,11 @@ class Plan(NamedTuple):
     constants: dict
 
     def loaded(self, *tensors):
-        """Return what the kernel takes for the tensors that its loop loads: descriptors of tiles, or the tensors."""
+        """Return what the kernel takes for the two tensors that its loop loads: descriptors, or the tensors."""
         if not self.constants["DESCRIPTOR"]:
             return tensors
-        return tuple(descriptor(x, self.rows, padded(x.shape[3])) for x in tensors)
+        columns = self.constants["COLS"], self.constants["COLS_V"]
+        return tuple(descriptor(x, self.rows, n) for x, n in zip(tensors, columns, strict=True))
 
 
 def plan(kernel, q, v, causal, loaded):
@@ -301,6 +317,8 @@ def on_device_of(x):
 
 def check_device(q):
     """Raise the error that says why kernels cannot run on q, if they cannot."""
-    device.check_launch(q, "q")
+    # A traced call has no GPU to ask; the kernel's launch will find out.
+    if not torch.compiler.is_compiling():
+        device.check_launch(q, "q")
     if q.dtype == torch.float64 and q.device.type != "cpu":
         raise ValueError("q must have dtype float16, bfloat16 or float32 on a GPU, got torch.float64")

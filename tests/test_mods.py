@@ -74,9 +74,9 @@ def dense_window(seqlen_q, seqlen_k):
 
 
 @pytest.mark.parametrize("bounds", [None, Bounds(window_keys, window_queries)], ids=["every-tile", "bounds"])
-@pytest.mark.parametrize("lengths", [(100, 100), (70, 130), (130, 70)])
+@pytest.mark.parametrize("lengths", [(90, 90), (50, 100), (100, 50)])
 def test_window(bounds, lengths):
-    check(*qkv(1, 2, *lengths, 16), mask=Mask(window, bounds), dense=dense_window(*lengths))
+    check(*qkv(1, 1, *lengths, 16), mask=Mask(window, bounds), dense=dense_window(*lengths))
 
 
 def test_bounds_change_no_bit():
@@ -86,10 +86,10 @@ def test_bounds_change_no_bit():
 
 
 def test_bounds_skip_tiles():
-    q, k, v = qkv(1, 1, 96, 96, 16)
-    v[:, :, :32] = float("nan")
+    q, k, v = qkv(1, 1, 512, 512, 16)
+    v[:, :, :128] = float("nan")
     out = flash_attention(q, k, v, mask=Mask(window, Bounds(window_keys, window_queries)))
-    assert out[:, :, 64:].isfinite().all()
+    assert out[:, :, 384:].isfinite().all()
 
 
 def test_a_mask_and_causal_are_anded():
