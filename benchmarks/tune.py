@@ -1,8 +1,8 @@
 """Search for the fastest tile of each attention kernel on this GPU, and print the table that `flashlib/tiles.py` holds.
 
-Every candidate is compiled in a pool of processes first, so that Triton's cache on disk is warm; then all candidates of one
-case are timed in turns, several rounds over, and the median decides. A candidate that the card cannot hold, or that spills
-so much that it fails, is left out.
+Every candidate is compiled in a pool of processes first, so that Triton's cache on disk is warm; then all candidates
+of one case are timed in turns, several rounds over, and the median decides. A candidate that the card cannot hold, or
+that spills so much that it fails, is left out.
 
     python benchmarks/tune.py --kernels forward dkdv dq --head-dims 64 128 --dtypes bf16 --out tune.csv
 """
@@ -17,7 +17,7 @@ import time
 
 import torch
 
-from flashlib import backward, forward, tiles
+from flashlib import backward, bench, forward, tiles
 from flashlib.tiles import Tile
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -83,21 +83,6 @@ def compile_one(job):
     return None
 
 
-def time_in_turns(runs, rounds):
-    """Return the median time in ms of each function, all of them run once in each round."""
-    times = [[] for _ in runs]
-    for round_ in range(rounds + 1):
-        for i, run in enumerate(runs):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            if round_:
-                times[i].append(start.elapsed_time(end))
-    return [statistics.median(t) for t in times]
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kernels", nargs="+", default=["forward", "dkdv", "dq"])
@@ -124,21 +109,22 @@ def main():
         failed = pool.map(compile_one, jobs, chunksize=1)
     print(f"{len(jobs)} candidates compiled in {time.time() - began:.0f} s", file=sys.stderr, flush=True)
 
+    where = bench.machine()
     with open(args.out, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow("kernel head_dim dtype causal block_m block_n num_warps num_stages max_registers descriptor ms failed".split())
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["kernel", "head_dim", "dtype", "causal", *Tile._fields, "descriptor", "ms", *where])
         for case in cases:
             mine = [(job, why) for job, why in zip(jobs, failed, strict=True) if job[:4] == case]
             tensors = inputs(case[1], case[2], args.seqlen)
-            good = [job for job, why in mine if why is None]
-            times = time_in_turns([runner(case[0], job[4], job[5], tensors, case[3]) for job in good], args.rounds)
-            ranked = sorted(zip(times, good, strict=True), key=lambda pair: pair[0])
+            runs = {job: runner(case[0], job[4], job[5], tensors, case[3]) for job, why in mine if why is None}
+            times = bench.time_in_turns(runs, args.rounds, warmups=1)
+            ranked = sorted(((statistics.median(ms), job) for job, ms in times.items()), key=lambda pair: pair[0])
             for ms, job in ranked:
-                writer.writerow([*case[:3], int(case[3]), *job[4], int(job[5]), f"{ms:.4f}", ""])
+                writer.writerow([*case[:3], int(case[3]), *job[4], int(job[5]), f"{ms:.4f}", *where.values()])
+            file.flush()
             for job, why in mine:
                 if why:
-                    writer.writerow([*case[:3], int(case[3]), *job[4], int(job[5]), "", why])
-            file.flush()
+                    print(*case, tuple(job[4]), "left out:", why, file=sys.stderr)
             for ms, job in ranked[:5]:
                 print(*case, tuple(job[4]), "descriptors" if job[5] else "pointers", f"{ms:.3f} ms", flush=True)
 
