@@ -17,7 +17,7 @@ import time
 
 import torch
 
-from flashlib import backward, forward, tiles
+from flashlib import backward, bench, forward, tiles
 from flashlib.tiles import Tile
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -83,21 +83,6 @@ def compile_one(job):
     return None
 
 
-def time_in_turns(runs, rounds):
-    """Return the median time in ms of each function, all of them run once in each round."""
-    times = [[] for _ in runs]
-    for round_ in range(rounds + 1):
-        for i, run in enumerate(runs):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            if round_:
-                times[i].append(start.elapsed_time(end))
-    return [statistics.median(t) for t in times]
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kernels", nargs="+", default=["forward", "dkdv", "dq"])
@@ -131,8 +116,9 @@ def main():
             mine = [(job, why) for job, why in zip(jobs, failed, strict=True) if job[:4] == case]
             tensors = inputs(case[1], case[2], args.seqlen)
             good = [job for job, why in mine if why is None]
-            times = time_in_turns([runner(case[0], job[4], job[5], tensors, case[3]) for job in good], args.rounds)
-            ranked = sorted(zip(times, good, strict=True), key=lambda pair: pair[0])
+            runs = {job: runner(case[0], job[4], job[5], tensors, case[3]) for job in good}
+            times = bench.time_in_turns(runs, args.rounds, warmups=1)
+            ranked = sorted(((statistics.median(ms), job) for job, ms in times.items()), key=lambda pair: pair[0])
             for ms, job in ranked:
                 writer.writerow([*case[:3], int(case[3]), *job[4], int(job[5]), f"{ms:.4f}", ""])
             for job, why in mine:

@@ -42,34 +42,44 @@ def _delta_kernel(
 
 
 @triton.jit
-def _load_row_numbers(lse_ptr, delta_ptr, pid_bh, offs_m, seqlen_q):
-    """Load lse, in base 2, and delta of some rows."""
-    start = pid_bh.to(tl.int64) * seqlen_q
+def _load_lse(lse_ptr, pid_bh, offs_m, seqlen_q):
+    """Load the lse of some rows, in base 2."""
+    lse = tl.load(lse_ptr + pid_bh.to(tl.int64) * seqlen_q + offs_m, mask=offs_m < seqlen_q, other=float("inf"))
     # lse = +inf makes p = 0: so a row past the end adds nothing, and neither does one that sees no key.
-    lse = tl.load(lse_ptr + start + offs_m, mask=offs_m < seqlen_q, other=float("inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    return lse * LOG2_E, tl.load(delta_ptr + start + offs_m, mask=offs_m < seqlen_q, other=0.0)
+    return tl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
 
 
 @triton.jit
-def _p_and_ds(
-    s, dp, lse, delta, b, h, i, j, seqlen_q, seqlen_k, aux, score_aux, scale, qk_scale, tested,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, GRAD: tl.constexpr,
+def _load_delta(delta_ptr, pid_bh, offs_m, seqlen_q):
+    """Load the delta of some rows."""
+    return tl.load(delta_ptr + pid_bh.to(tl.int64) * seqlen_q + offs_m, mask=offs_m < seqlen_q, other=0.0)
+
+
+@triton.jit
+def _recompute_p(
+    s, lse, b, h, i, j, seqlen_q, seqlen_k, aux, score_aux, scale, qk_scale, tested,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
 ):  # fmt: skip
-    """Return p and the gradient ds of scale·qk, from s = qk, dp, and lse and delta broadcast along the keys."""
+    """Return p from s = qk and the lse of its rows; `tested` tells whether some pairs of the tile may not count."""
     if SCORE is not None:
-        i_safe = tl.minimum(i, seqlen_q - 1)
-        j_safe = tl.minimum(j, seqlen_k - 1)
-        log_p = SCORE(s * scale, b, h, i_safe, j_safe, score_aux) * LOG2_E - lse
+        s = SCORE(s * scale, b, h, tl.minimum(i, seqlen_q - 1), tl.minimum(j, seqlen_k - 1), score_aux)
+        log_p = s * LOG2_E - lse
     else:
         log_p = s * qk_scale - lse
     if tested:
-        log_p = tl.where(visible(b, h, i, j, seqlen_q, seqlen_k, aux, CAUSAL, MASK), log_p, float("-inf"))
-    p = tl.exp2(log_p)
-    ds = p * (dp - delta)
-    if SCORE is not None:
-        ds = GRAD(ds, s * scale, b, h, i_safe, j_safe, score_aux)
-    return p, ds
+        seen = visible(b, h, i, j, seqlen_q, seqlen_k, aux, CAUSAL, MASK)
+        log_p = tl.where(seen, log_p, float("-inf"))
+    return tl.exp2(log_p)
+
+
+@triton.jit
+def _score_grad(
+    ds, s, b, h, i, j, seqlen_q, seqlen_k, score_aux, scale, GRAD: tl.constexpr
+):
+    """Return the gradient of scale·qk from that of the score that came out of it."""
+    if GRAD is not None:
+        ds = GRAD(ds, s * scale, b, h, tl.minimum(i, seqlen_q - 1), tl.minimum(j, seqlen_k - 1), score_aux)
+    return ds
 
 
 @triton.jit
@@ -99,17 +109,19 @@ def _dkdv_kernel(
     for first_m in tl.range(lo, hi, BLOCK_M):
         offs_m = first_m + tl.arange(0, BLOCK_M)
         q = load_tile(q_ptr, stride_q, b, h, first_m, seqlen_q, BLOCK_M, COLS, HEAD_DIM, DESCRIPTOR, WIDE)
-        lse, delta = _load_row_numbers(lse_ptr, delta_ptr, pid_bh, offs_m, seqlen_q)
         # Everything transposed, [BLOCK_N, BLOCK_M]: then p and ds are left operands and stay in registers.
         s = tl.dot(k, q.T, input_precision=PRECISION, out_dtype=ACC)
-        dout = load_tile(dout_ptr, stride_dout, b, h, first_m, seqlen_q, BLOCK_M, COLS_V, HEAD_DIM_V, DESCRIPTOR, WIDE)
-        dp = tl.dot(v, dout.T, input_precision=PRECISION, out_dtype=ACC)
+        lse = _load_lse(lse_ptr, pid_bh, offs_m, seqlen_q)[None, :]
+        i, j = offs_m[None, :], offs_n[:, None]
         tested = first_m < lo_full or first_m >= hi_full
-        p, ds = _p_and_ds(
-            s, dp, lse[None, :], delta[None, :], b, h, offs_m[None, :], offs_n[:, None], seqlen_q, seqlen_k,
-            aux, score_aux, scale, qk_scale, tested, CAUSAL, MASK, SCORE, GRAD,
-        )  # fmt: skip
+        p = _recompute_p(
+            s, lse, b, h, i, j, seqlen_q, seqlen_k, aux, score_aux, scale, qk_scale, tested, CAUSAL, MASK, SCORE
+        )
+        dout = load_tile(dout_ptr, stride_dout, b, h, first_m, seqlen_q, BLOCK_M, COLS_V, HEAD_DIM_V, DESCRIPTOR, WIDE)
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=ACC)
+        dp = tl.dot(v, dout.T, input_precision=PRECISION, out_dtype=ACC)
+        ds = p * (dp - _load_delta(delta_ptr, pid_bh, offs_m, seqlen_q)[None, :])
+        ds = _score_grad(ds, s, b, h, i, j, seqlen_q, seqlen_k, score_aux, scale, GRAD)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION, out_dtype=ACC)
 
     store_tile(dk_ptr, stride_dk, dk * scale, b, h, first_n, seqlen_k, BLOCK_N, COLS, HEAD_DIM, WIDE)
@@ -137,7 +149,8 @@ def _dq_kernel(
     ACC: tl.constexpr = lse_ptr.dtype.element_ty
     q = load_tile(q_ptr, stride_q, b, h, first_m, seqlen_q, BLOCK_M, COLS, HEAD_DIM, False, WIDE)
     dout = load_tile(dout_ptr, stride_dout, b, h, first_m, seqlen_q, BLOCK_M, COLS_V, HEAD_DIM_V, False, WIDE)
-    lse, delta = _load_row_numbers(lse_ptr, delta_ptr, pid_bh, offs_m, seqlen_q)
+    lse = _load_lse(lse_ptr, pid_bh, offs_m, seqlen_q)[:, None]
+    delta = _load_delta(delta_ptr, pid_bh, offs_m, seqlen_q)[:, None]
     dq = tl.zeros([BLOCK_M, COLS], ACC)
 
     end_m = tl.minimum(first_m + BLOCK_M, seqlen_q)
@@ -148,11 +161,12 @@ def _dq_kernel(
         v = load_tile(v_ptr, stride_v, b, h, first_n, seqlen_k, BLOCK_N, COLS_V, HEAD_DIM_V, DESCRIPTOR, WIDE)
         s = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=ACC)
         dp = tl.dot(dout, v.T, input_precision=PRECISION, out_dtype=ACC)
+        i, j = offs_m[:, None], offs_n[None, :]
         tested = first_n < lo_full or first_n >= hi_full
-        _, ds = _p_and_ds(
-            s, dp, lse[:, None], delta[:, None], b, h, offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k,
-            aux, score_aux, scale, qk_scale, tested, CAUSAL, MASK, SCORE, GRAD,
-        )  # fmt: skip
+        p = _recompute_p(
+            s, lse, b, h, i, j, seqlen_q, seqlen_k, aux, score_aux, scale, qk_scale, tested, CAUSAL, MASK, SCORE
+        )
+        ds = _score_grad(p * (dp - delta), s, b, h, i, j, seqlen_q, seqlen_k, score_aux, scale, GRAD)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=ACC)
 
     store_tile(dq_ptr, stride_dq, dq * scale, b, h, first_m, seqlen_q, BLOCK_M, COLS, HEAD_DIM, WIDE)
@@ -185,29 +199,35 @@ def gradients(q, k, v, out, lse, dout, dlse, wants_q, wants_kv, causal, scale, m
     delta = torch.empty_like(lse)
     fn, keys, queries = registered(mask, 3)
     score_fn, grad = registered(score, 2)
-    pointers = tiles.pointers(aux[:n_mask]), tiles.pointers(aux[n_mask:])
-    numbers = nheads, seqlen_q, seqlen_k, scale, scale * LOG2_E.value
     hooks = {"CAUSAL": causal, "MASK": fn, "SCORE": score_fn, "GRAD": grad}
+    common = (
+        tiles.pointers(aux[:n_mask]), tiles.pointers(aux[n_mask:]),
+        nheads, seqlen_q, seqlen_k, scale, scale * LOG2_E.value,
+    )  # fmt: skip
+    strides = q.stride(), k.stride(), v.stride(), dout.stride()
     with tiles.on_device_of(q):
-        _delta_kernel[(triton.cdiv(seqlen_q, DELTA_ROWS) * batch * nheads,)](
-            out, dout, dlse, delta, out.stride(), dout.stride(), dlse.stride() if dlse is not None else (0, 0, 0),
-            nheads, seqlen_q, v.shape[3], tiles.padded(v.shape[3]), DELTA_ROWS, tiles.wide(out, dout),
+        stride_dlse = dlse.stride() if dlse is not None else (0, 0, 0)
+        arguments = out, dout, dlse, delta, out.stride(), dout.stride(), stride_dlse, nheads, seqlen_q
+        tiles.launch(
+            _delta_kernel, -(-seqlen_q // DELTA_ROWS) * batch * nheads, arguments,
+            {
+                "HEAD_DIM_V": v.shape[3], "COLS_V": tiles.padded(v.shape[3]), "BLOCK_M": DELTA_ROWS,
+                "WIDE": tiles.wide(out.stride()[2:] + dout.stride()[2:]),
+            },
         )  # fmt: skip
         if wants_kv and k.numel():
             plan = tiles.plan("dkdv", q, v, causal, loaded=(q, dout))
-            queries_of, dout_of = plan.loaded(q, dout)
-            _dkdv_kernel[(triton.cdiv(seqlen_k, plan.tile.block_n) * batch * nheads,)](
-                queries_of, k, v, dout_of, lse, delta, dk, dv,
-                q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(), *pointers, *numbers,
-                **hooks, QUERIES=queries, **plan.constants,
+            q_loaded, dout_loaded = plan.loaded(q, dout)
+            arguments = (
+                q_loaded, k, v, dout_loaded, lse, delta, dk, dv, *strides, dk.stride(), dv.stride(), *common
             )  # fmt: skip
+            programs = -(-seqlen_k // plan.tile.block_n) * batch * nheads
+            tiles.launch(_dkdv_kernel, programs, arguments, hooks | {"QUERIES": queries} | plan.constants)
         if wants_q:
             plan = tiles.plan("dq", q, v, causal, loaded=(k, v))
-            _dq_kernel[(triton.cdiv(seqlen_q, plan.tile.block_m) * batch * nheads,)](
-                q, *plan.loaded(k, v), dout, lse, delta, dq,
-                q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(), *pointers, *numbers,
-                **hooks, KEYS=keys, **plan.constants,
-            )  # fmt: skip
+            arguments = q, *plan.loaded(k, v), dout, lse, delta, dq, *strides, dq.stride(), *common
+            programs = -(-seqlen_q // plan.tile.block_m) * batch * nheads
+            tiles.launch(_dq_kernel, programs, arguments, hooks | {"KEYS": keys} | plan.constants)
     return dq, dk, dv
 
 

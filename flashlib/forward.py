@@ -18,6 +18,8 @@ from flashlib.tiles import load_tile, store_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+# Shapes, dtypes and devices of calls that were found right.
+_SEEN = set()
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -96,14 +98,15 @@ def _forward(q, k, v, causal, scale, mask, score, n_mask, aux):
     plan = tiles.plan("forward", q, v, causal, loaded=(k, v))
     fn, keys, _ = registered(mask, 3)
     score_fn, _ = registered(score, 2)
-    grid = (triton.cdiv(q.shape[2], plan.tile.block_m) * q.shape[0] * q.shape[1],)
+    programs = -(-q.shape[2] // plan.tile.block_m) * q.shape[0] * q.shape[1]
+    arguments = (
+        q, *plan.loaded(k, v), out, lse, q.stride(), k.stride(), v.stride(), out.stride(),
+        tiles.pointers(aux[:n_mask]), tiles.pointers(aux[n_mask:]),
+        q.shape[1], q.shape[2], k.shape[2], scale, scale * LOG2_E.value,
+    )  # fmt: skip
+    constants = {"CAUSAL": causal, "MASK": fn, "KEYS": keys, "SCORE": score_fn, "FOLD": scale > 0 and not score}
     with tiles.on_device_of(q):
-        _forward_kernel[grid](
-            q, *plan.loaded(k, v), out, lse, q.stride(), k.stride(), v.stride(), out.stride(),
-            tiles.pointers(aux[:n_mask]), tiles.pointers(aux[n_mask:]), q.shape[1], q.shape[2], k.shape[2], scale, scale * LOG2_E.value,
-            CAUSAL=causal, MASK=fn, KEYS=keys, SCORE=score_fn, FOLD=scale > 0 and not score,
-            **plan.constants,
-        )  # fmt: skip
+        tiles.launch(_forward_kernel, programs, arguments, constants | plan.constants)
     return out, lse
 
 
@@ -240,6 +243,24 @@ def _check(q, k, v, causal, scale, mask, score):
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+    facts = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+    # Most calls are like the last one: what was found right once is not looked at again.
+    if torch.compiler.is_compiling() or facts not in _SEEN:
+        _check_tensors(q, k, v)
+        if not torch.compiler.is_compiling():
+            _SEEN.add(facts)
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal must be True or False, got {causal!r}")
+    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number or None, got {scale!r}")
+    if mask is not None and not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a flashlib.mods.Mask or None, got {type(mask).__name__}")
+    if score is not None and not isinstance(score, Score):
+        raise ValueError(f"score must be a flashlib.mods.Score or None, got {type(score).__name__}")
+
+
+def _check_tensors(q, k, v):
+    for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name} must have 4 axes (batch, nheads, seqlen, head_dim), got shape {tuple(x.shape)}")
         if x.dtype not in _DTYPES:
@@ -256,12 +277,4 @@ def _check(q, k, v, causal, scale, mask, score):
         raise ValueError(f"k must have the head_dim of q, {q.shape[3]}, got {k.shape[3]}")
     if v.shape[2] != k.shape[2]:
         raise ValueError(f"v must have the seqlen of k, {k.shape[2]}, got {v.shape[2]}")
-    if not isinstance(causal, bool):
-        raise ValueError(f"causal must be True or False, got {causal!r}")
-    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
-        raise ValueError(f"scale must be a finite number or None, got {scale!r}")
-    if mask is not None and not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a flashlib.mods.Mask or None, got {type(mask).__name__}")
-    if score is not None and not isinstance(score, Score):
-        raise ValueError(f"score must be a flashlib.mods.Score or None, got {type(score).__name__}")
     tiles.check_device(q)

@@ -19,6 +19,11 @@ from flashlib.device import tl, triton
 
 _tensor_descriptor = importlib.import_module('triton.tools.tensor_descriptor').TensorDescriptor
 
+INTERPRETED = device.interpreting()
+
+# Compiled code by all that it depends on, for `launch`.
+_COMPILED = {}
+
 # Descriptors cost the host some time, which pays from this length on.
 DESCRIPTOR_FROM = 512
 
@@ -83,14 +88,15 @@ def tile_pointers(x, stride, b, h, first, ROWS: tl.constexpr, COLS: tl.constexpr
     return x + start + (row * stride[2])[:, None] + (col * stride[3])[None, :]
 
 
+@functools.cache
 def padded(head_dim):
     """Return the number of columns that a tile needs for head_dim: the next power of two, at least 16."""
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def wide(*tensors):
-    """Return whether an offset inside one tile (256 × 256 at most) can pass 32 bits."""
-    return any(abs(stride) * 256 > 2**30 for x in tensors for stride in x.stride()[2:])
+def wide(strides):
+    """Return whether an offset inside one tile, 256 rows or columns at most, can pass 32 bits."""
+    return any(abs(stride) * 256 >= 2**31 for stride in strides)
 
 
 def describable(x, architecture):
@@ -122,50 +128,50 @@ def architecture_of(device):
     return 10 * major + minor
 
 
-# (kernel, family, bytes of an element): padded head_dim -> (block_m, block_n, num_warps, num_stages).
+# (kernel, family, bytes of an element): padded head_dim -> the Tile without and with causal.
 # Families: 75, "99" for the cards with 99 KB of shared memory a block (86, 89, 120), 80, 90, 100, and 0 interpreted.
 TILES = {
     ("forward", 90, 2): {
-        16: (128, 64, 4, 3),
-        32: (128, 64, 4, 3),
-        64: (128, 128, 8, 3),
-        128: (128, 64, 8, 3),
-        256: (128, 64, 8, 2),
+        16: ((128, 64, 4, 3), (128, 64, 4, 3)),
+        32: ((128, 64, 4, 3), (128, 64, 4, 3)),
+        64: ((64, 128, 4, 1), (64, 128, 4, 2)),
+        128: ((64, 128, 4, 1), (64, 128, 4, 1)),
+        256: ((128, 64, 8, 2), (128, 64, 8, 2)),
     },
     ("dkdv", 90, 2): {
-        16: (64, 128, 8, 2),
-        32: (64, 128, 8, 2),
-        64: (64, 128, 8, 2),
-        128: (64, 128, 8, 2),
-        256: (32, 64, 8, 2),
+        16: ((64, 128, 8, 2), (64, 128, 8, 2)),
+        32: ((64, 128, 8, 2), (64, 128, 8, 2)),
+        64: ((128, 64, 4, 2), (128, 64, 4, 2)),
+        128: ((64, 64, 4, 2), (64, 64, 4, 2)),
+        256: ((32, 64, 8, 2), (32, 64, 8, 2)),
     },
     ("dq", 90, 2): {
-        16: (128, 64, 8, 2),
-        32: (128, 64, 8, 2),
-        64: (128, 64, 8, 2),
-        128: (128, 64, 8, 2),
-        256: (64, 32, 4, 2),
+        16: ((128, 64, 8, 2), (128, 64, 8, 2)),
+        32: ((128, 64, 8, 2), (128, 64, 8, 2)),
+        64: ((128, 64, 8, 3), (64, 64, 4, 3)),
+        128: ((128, 64, 8, 3), (128, 64, 8, 3)),
+        256: ((64, 32, 4, 2), (64, 32, 4, 2)),
     },
     ("forward", 90, 4): {
-        16: (64, 32, 4, 2),
-        32: (64, 32, 4, 2),
-        64: (64, 32, 4, 2),
-        128: (64, 32, 4, 2),
-        256: (32, 32, 4, 1),
+        16: ((128, 64, 4, 1), (128, 64, 4, 1)),
+        32: ((128, 64, 4, 1), (128, 64, 4, 1)),
+        64: ((128, 64, 4, 1), (128, 64, 4, 1)),
+        128: ((32, 64, 4, 2), (32, 64, 4, 2)),
+        256: ((32, 32, 4, 1), (32, 32, 4, 1)),
     },
     ("dkdv", 90, 4): {
-        16: (32, 64, 4, 2),
-        32: (32, 64, 4, 2),
-        64: (32, 64, 4, 2),
-        128: (32, 32, 4, 1),
-        256: (32, 32, 4, 1),
+        16: ((64, 32, 4, 1), (64, 32, 4, 1)),
+        32: ((64, 32, 4, 1), (64, 32, 4, 1)),
+        64: ((64, 32, 4, 1), (64, 32, 4, 1)),
+        128: ((64, 32, 4, 1), (64, 32, 4, 1)),
+        256: ((32, 32, 4, 1), (32, 32, 4, 1)),
     },
     ("dq", 90, 4): {
-        16: (64, 32, 4, 2),
-        32: (64, 32, 4, 2),
-        64: (64, 32, 4, 2),
-        128: (32, 32, 4, 1),
-        256: (32, 32, 4, 1),
+        16: ((128, 64, 8, 3), (128, 64, 8, 3)),
+        32: ((128, 64, 8, 3), (128, 64, 8, 3)),
+        64: ((128, 64, 8, 3), (128, 64, 8, 3)),
+        128: ((32, 64, 4, 1), (32, 64, 4, 1)),
+        256: ((32, 32, 4, 1), (32, 32, 4, 1)),
     },
 }
 
@@ -176,44 +182,81 @@ def tile_for(kernel, architecture, itemsize, columns, causal):
     if architecture == 0:
         return Tile(32, 32, 4, 1)
     family = architecture if architecture in (75, 80, 90, 100) else "99"
-    return Tile(*TILES[kernel, family, itemsize][columns])
+    return Tile(*TILES[kernel, family, itemsize][columns][causal])
 
 
 class Plan(NamedTuple):
-    """How one kernel is launched on given tensors: its Tile, whether its loop reads through descriptors, its constants."""
+    """How one kernel is launched on given tensors: its Tile, the rows of a tile that its loop loads, its constants."""
 
     tile: Tile
     rows: int
     constants: dict
 
     def loaded(self, *tensors):
-        """Return what the kernel takes for the tensors that its loop reads: descriptors of tiles, or the tensors."""
+        """Return what the kernel takes for the tensors that its loop loads: descriptors of tiles, or the tensors."""
         if not self.constants["DESCRIPTOR"]:
             return tensors
         return tuple(descriptor(x, self.rows, padded(x.shape[3])) for x in tensors)
 
 
 def plan(kernel, q, v, causal, loaded):
-    """Return the Plan of a kernel: "forward", "dkdv" or "dq", whose loop reads the tensors `loaded`."""
+    """Return the Plan of a kernel, "forward", "dkdv" or "dq", whose loop loads the tensors `loaded`."""
     architecture = architecture_of(q.device)
-    columns, columns_v = padded(q.shape[3]), padded(v.shape[3])
-    tile = tile_for(kernel, architecture, q.element_size(), max(columns, columns_v), causal)
-    constants = {
-        "HEAD_DIM": q.shape[3],
-        "HEAD_DIM_V": v.shape[3],
-        "COLS": columns,
-        "COLS_V": columns_v,
+    columns = padded(q.shape[3]), padded(v.shape[3])
+    tile = tile_for(kernel, architecture, q.element_size(), max(columns), causal)
+    described = loaded[0].shape[2] >= DESCRIPTOR_FROM and all(describable(x, architecture) for x in loaded)
+    strides = q.stride()[2:] + v.stride()[2:] + loaded[0].stride()[2:] + loaded[1].stride()[2:]
+    rows = tile.block_m if kernel == "dkdv" else tile.block_n
+    return Plan(tile, rows, _constants(tile, q.shape[3], v.shape[3], columns, architecture, described, strides))
+
+
+@functools.lru_cache(maxsize=1024)
+def _constants(tile, head_dim, head_dim_v, columns, architecture, described, strides):
+    return {
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v,
+        "COLS": columns[0],
+        "COLS_V": columns[1],
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         # float32 in three TF32 products has float32's accuracy; where there is no TF32, plain float32 arithmetic.
         "PRECISION": "tf32x3" if architecture >= 80 else "ieee",
-        "DESCRIPTOR": loaded[0].shape[2] >= DESCRIPTOR_FROM and all(describable(x, architecture) for x in loaded),
-        "WIDE": wide(q, v, *loaded),
+        "DESCRIPTOR": described,
+        "WIDE": wide(strides),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
         "maxnreg": tile.max_registers,
     }
-    return Plan(tile, tile.block_m if kernel == "dkdv" else tile.block_n, constants)
+
+
+def launch(kernel, programs, arguments, constants):
+    """Launch `programs` programs of a kernel, as `kernel[(programs,)](*arguments, **constants)` does, in less time.
+
+    Triton asks each argument which specialised code it needs (is it 1, is it a multiple of 16?) and then looks the code up. For
+    arguments like those of an earlier launch the code is known: that saves the host a good part of a short call.
+    """
+    if INTERPRETED or constants.get("DESCRIPTOR"):
+        kernel[(programs,)](*arguments, **constants)
+        return
+    key = kernel, *map(_fact, arguments), *constants.values()
+    compiled = _COMPILED.get(key)
+    if compiled is None:
+        if len(_COMPILED) > 10000:
+            _COMPILED.clear()
+        _COMPILED[key] = kernel[(programs,)](*arguments, **constants)
+    else:
+        compiled[programs, 1, 1](*arguments, *map(constants.get, kernel.arg_names[len(arguments) :]))
+
+
+def _fact(argument):
+    """Return what a kernel's code may depend on: numbers themselves, of a tensor its dtype, GPU and alignment."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.device, argument.data_ptr() % 16 == 0
+    if isinstance(argument, float):
+        return float
+    if isinstance(argument, tuple) and argument and isinstance(argument[0], torch.Tensor):
+        return tuple(map(_fact, argument))
+    return argument
 
 
 def accumulator(dtype):
