@@ -214,7 +214,7 @@ _DKDV_HEAD = """\
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, seqlen_q, seqlen_k, scale,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = (offs_n < seqlen_k)[:, None]
     keys = offs_n[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
@@ -381,7 +381,7 @@ _DQ_SIGNATURE = """\
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, seqlen_q, seqlen_k, scale,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
 """
 
 _DQ_SOLUTION = (
