@@ -1,8 +1,8 @@
 """Search for the fastest tile of each attention kernel on this GPU, and print the table that `flashlib/tiles.py` holds.
 
-Every candidate is compiled in a pool of processes first, so that Triton's cache on disk is warm; then all candidates of one
-case are timed in turns, several rounds over, and the median decides. A candidate that the card cannot hold, or that spills
-so much that it fails, is left out.
+Every candidate is compiled in a pool of processes first, so that Triton's cache on disk is warm; then all candidates
+of one case are timed in turns, several rounds over, and the median decides. A candidate that the card cannot hold, or
+that spills so much that it fails, is left out.
 
     python benchmarks/tune.py --kernels forward dkdv dq --head-dims 64 128 --dtypes bf16 --out tune.csv
 """
@@ -111,7 +111,22 @@ def main():
 
     with open(args.out, "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow("kernel head_dim dtype causal block_m block_n num_warps num_stages max_registers descriptor ms failed".split())
+        writer.writerow(
+            [
+                "kernel",
+                "head_dim",
+                "dtype",
+                "causal",
+                "block_m",
+                "block_n",
+                "num_warps",
+                "num_stages",
+                "max_registers",
+                "descriptor",
+                "ms",
+                "failed",
+            ]
+        )
         for case in cases:
             mine = [(job, why) for job, why in zip(jobs, failed, strict=True) if job[:4] == case]
             tensors = inputs(case[1], case[2], args.seqlen)

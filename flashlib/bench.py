@@ -1,8 +1,8 @@
-"""Measurements: every timing on a page is read from a CSV that names its machine and versions, and this module makes them.
+"""Measurements: every timing on a page comes from a CSV that names its machine and versions; this module makes them.
 
-The files are `benchmarks/results/<gpu>/<subject>.csv`. `python -m flashlib.bench attention` times this library's kernels
-beside those of others that are found on your GPU, in one run, in turns, and writes such a file;
-`python -m flashlib.bench host` times what a small call costs the host.
+The files are `benchmarks/results/<gpu>/<subject>.csv`. `python -m flashlib.bench attention` times this library's
+kernels beside those of others that are found on your GPU, in one run, in turns, and writes such a file; `python -m
+flashlib.bench host` times what a small call costs the host.
 """
 
 import argparse
@@ -18,10 +18,28 @@ from pathlib import Path
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 TOKENS = 16384
 WIDTH = 2048
-FIELDS = (
-    "pass head_dim causal seqlen_q seqlen_k batch nheads nheads_kv dtype impl ms_p20 ms_p50 ms_p80 tflops "
-    "gpu driver torch triton commit date"
-).split()
+FIELDS = [
+    "pass",
+    "head_dim",
+    "causal",
+    "seqlen_q",
+    "seqlen_k",
+    "batch",
+    "nheads",
+    "nheads_kv",
+    "dtype",
+    "impl",
+    "ms_p20",
+    "ms_p50",
+    "ms_p80",
+    "tflops",
+    "gpu",
+    "driver",
+    "torch",
+    "triton",
+    "commit",
+    "date",
+]
 _TEXT = {"pass", "dtype", "impl", "gpu", "driver", "torch", "triton", "commit", "date", "unit", "source"}
 
 
@@ -115,7 +133,7 @@ def _other_layout(function, causal):
 
 
 def check_results(results, q, k, v, dout, causal, tolerance):
-    """Return the names whose out (and dq, dk, dv) of the last head agree with plain attention in float32, the others' errors.
+    """Return the names whose results agree with float32 attention in the last head, and the errors of the others.
 
     Args:
         results: dict, name -> tuple of tensors (out, dq, dk, dv), or (out,).
@@ -131,9 +149,7 @@ def check_results(results, q, k, v, dout, causal, tolerance):
     exact = (out.detach(), *torch.autograd.grad(out, leaves, dout[-1, -1].float()))
     good, bad = [], {}
     for name, tensors in results.items():
-        errors = [
-            ((x[-1, -1].float() - y).norm() / y.norm()).item() for x, y in zip(tensors, exact, strict=False)
-        ]
+        errors = [((x[-1, -1].float() - y).norm() / y.norm()).item() for x, y in zip(tensors, exact, strict=False)]
         if all(error <= tolerance for error in errors):
             good.append(name)
         else:
@@ -144,8 +160,9 @@ def check_results(results, q, k, v, dout, causal, tolerance):
 def time_in_turns(functions, rounds=20, warmups=3):
     """Return dict, name -> list of times in ms, one a round; each round runs every function once.
 
-    Events on the GPU's own clock, because a launch returns before the kernel has run. Before each run 1 GiB is overwritten:
-    that takes other data into the L2, and it keeps the GPU busy until the host has queued the run.
+    Events on the GPU's own clock, because a launch returns before the kernel has run. Before each run 1 GiB is
+    overwritten
+    several times: that takes other data into the L2, and it keeps the GPU busy until the host has queued the run.
     """
     import torch
 
@@ -154,7 +171,8 @@ def time_in_turns(functions, rounds=20, warmups=3):
     for round_ in range(-warmups, rounds):
         for name, function in functions.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            other.zero_()
+            for _ in range(4):
+                other.zero_()
             start.record()
             function()
             end.record()
@@ -213,7 +231,7 @@ def attention_rows(head_dim, causal, seqlen, dtype, rounds=20, only=None):
 
 
 def host_microseconds(calls=2000):
-    """Return dict, name -> time in µs that one small forward call takes the host: batch 1, nheads 8, seqlen 128, no grad.
+    """Return dict, name -> µs of the host's time for a small forward call: batch 1, nheads 8, seqlen 128, no grad.
 
     The queue to the GPU is emptied between blocks of calls, so that the host never waits for it.
     """

@@ -114,6 +114,8 @@ def compile_many(jobs, *, timeout_s=600):
     import subprocess
     import tempfile
 
+    if not isinstance(jobs, (list, tuple)) or not all(isinstance(job, dict) for job in jobs):
+        raise ValueError(f"jobs must be a list of dict, got {jobs!r}")
     jobs = [_checked(dict(job)) for job in jobs]
     if not device._installed("triton"):
         raise RuntimeError(device.kernel_problem())
@@ -143,7 +145,8 @@ def compile_many(jobs, *, timeout_s=600):
 
 def _checked(job):
     """Check the arguments of one job as far as it can be done without Triton, and make them plain enough for JSON."""
-    job = {"constexprs": None, "options": None, "divisible": (), "capability": 90} | job
+    job = {"kernel": None, "signature": None, "constexprs": None, "options": None, "divisible": ()} | job
+    job.setdefault("capability", 90)
     module, _, name = job["kernel"].partition(":") if isinstance(job["kernel"], str) else ("", "", "")
     if not module or not name.isidentifier():
         raise ValueError(f"kernel must be a string 'module:name', got {job['kernel']!r}")
@@ -154,20 +157,27 @@ def _checked(job):
     warps = job["options"].get("num_warps", 4)
     if not isinstance(warps, int) or warps < 1 or warps & (warps - 1):
         raise ValueError(f"options must give num_warps a power of two, got {warps!r}")
-    if job["capability"] not in CAPABILITIES:
+    if not isinstance(job["capability"], int) or job["capability"] not in CAPABILITIES:
         raise ValueError(f"capability must be one of {CAPABILITIES}, got {job['capability']!r}")
     for name, kind in job["signature"].items():
         for one in kind if isinstance(kind, (tuple, list)) else (kind,):
             if not isinstance(one, int) and not (isinstance(one, str) and _TYPE.fullmatch(one)):
                 raise ValueError(f"signature must give {name} a type such as '*fp16' or 'i32', got {one!r}")
             device.check_capability(job["capability"], one)
-    plain = (bool, int, float, str, type(None), tuple, list)
     for key in ("constexprs", "options"):
         for name, value in job[key].items():
-            if not isinstance(value, plain):
+            if not _is_plain(value):
                 raise ValueError(f"{key} must give {name} a number, a string or a tuple of them, got {value!r}")
-    job["divisible"] = [job["divisible"]] if isinstance(job["divisible"], str) else list(job["divisible"])
-    return job
+    divisible = [job["divisible"]] if isinstance(job["divisible"], str) else job["divisible"]
+    if not isinstance(divisible, (list, tuple, set)) or not all(isinstance(name, str) for name in divisible):
+        raise ValueError(f"divisible must be names of arguments, got {divisible!r}")
+    return job | {"divisible": sorted(divisible)}
+
+
+def _is_plain(value):
+    if isinstance(value, (tuple, list)):
+        return all(_is_plain(one) for one in value)
+    return isinstance(value, (bool, int, float, str, type(None)))
 
 
 def _child():

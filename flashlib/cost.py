@@ -8,6 +8,8 @@ Sources: Williams, Waterman and Patterson, "Roofline", 2009, https://doi.org/10.
 """
 
 import dataclasses
+import math
+import numbers
 
 import numpy as np
 
@@ -16,7 +18,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """One GPU's figures from its vendor, decimal units but for the on-chip memories.
+    """One GPU's figures as published, not as reached by any program; decimal units but for the on-chip memories.
 
     Args:
         name: the exact product.
@@ -53,32 +55,34 @@ class Gpu:
         return self.sms * self.shared_kib_sm * 1024
 
 
-# Shared memory by compute capability (7.5, 8.0, 8.9, 9.0, 9.0, 10.0): "CUDA C++ Programming Guide", technical
-# specifications per compute capability. Data sheets that print a peak "with sparsity" are halved.
+# Bandwidth, capacity and peak are figures of data sheets and white papers; where one prints a peak "with sparsity",
+# half of it stands here. Shared memory by compute capability (7.5, 8.0, 8.9, 9.0, 9.0, 10.0): "CUDA C++ Programming
+# Guide", section "Compute Capabilities", and for 10.0 "Blackwell Tuning Guide", section 1.4.1.1. Two rows hold what a
+# driver reports (cuDeviceGetAttribute), as no document gives it: SMs and L2 of the H200, SMs of the B200.
 GPUS = {
     "T4": Gpu(
         *("T4 16GB", 320, 16, 40, 64, 64, 4, 65, "fp16"),
-        source='NVIDIA, "Turing GPU Architecture" whitepaper (WP-09183-001), table of the Tesla T4; no bf16',
+        source='NVIDIA, "Turing GPU Architecture" white paper, table of the Tesla T4 (data sheet: 300 GB/s); no bf16',
     ),
     "A100": Gpu(
         *("A100 80GB SXM", 2039, 80, 108, 164, 163, 40, 312, "bf16"),
-        source='NVIDIA, "A100 Tensor Core GPU" data sheet and "A100 Tensor Core GPU Architecture" whitepaper',
+        source='NVIDIA, "GPU Performance Background User\'s Guide"; peak from the "A100 Tensor Core GPU" data sheet',
     ),
     "RTX 4090": Gpu(
         *("GeForce RTX 4090", 1008, 24, 128, 100, 99, 72, 165.2, "bf16"),
-        source='NVIDIA, "Ada GPU Architecture" whitepaper, appendix A',
+        source='NVIDIA, "Ada GPU Architecture" white paper, V2.02, appendix A, table 2',
     ),
     "H100": Gpu(
         *("H100 80GB SXM", 3350, 80, 132, 228, 227, 50, 989.4, "bf16"),
-        source='NVIDIA, "H100 Tensor Core GPU" data sheet and "H100 Tensor Core GPU Architecture" whitepaper',
+        source='NVIDIA, "H100 Tensor Core GPU" data sheet; SMs, L2, peak from the "Architecture" white paper',
     ),
     "H200": Gpu(
-        *("H200 141GB SXM", 4800, 141, 132, 228, 227, 50, 989.4, "bf16"),
-        source='NVIDIA, "H200 Tensor Core GPU" data sheet; SMs and L2 as H100, the same chip',
+        *("H200 141GB SXM", 4800, 141, 132, 228, 227, 60, 989.4, "bf16"),
+        source='NVIDIA, "H200 Tensor Core GPU" data sheet; SMs and L2 as the driver reports them',
     ),
     "B200": Gpu(
         *("B200 180GB SXM", 7700, 180, 148, 228, 227, 126, 2250, "bf16"),
-        source='NVIDIA, "Blackwell" data sheet (HGX B200) and "Blackwell Tuning Guide"',
+        source='NVIDIA, "HGX B200" data sheet; L2 from the "Blackwell Tuning Guide", SMs as the driver reports them',
     ),
 }
 
@@ -98,7 +102,9 @@ def naive_flops(seqlen_q, seqlen_k, head_dim, *, batch=1, nheads=1):
     Raises:
         ValueError: a size is not an int of at least 1.
     """
-    _check_sizes(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, batch=batch, nheads=nheads)
+    seqlen_q, seqlen_k, head_dim, batch, nheads = _check_sizes(
+        seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, batch=batch, nheads=nheads
+    )
     return 4 * batch * nheads * seqlen_q * seqlen_k * head_dim
 
 
@@ -163,7 +169,9 @@ def naive_passes(seqlen_q, seqlen_k, head_dim, *, batch=1, nheads=1, itemsize=2,
     Raises:
         ValueError: a size is not an int of at least 1.
     """
-    _check_sizes(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, batch=batch, nheads=nheads, itemsize=itemsize)
+    seqlen_q, seqlen_k, head_dim, batch, nheads, itemsize = _check_sizes(
+        seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, batch=batch, nheads=nheads, itemsize=itemsize
+    )
     scores = batch * nheads * seqlen_q * seqlen_k
     square = scores * itemsize
     queries = batch * nheads * seqlen_q * head_dim * itemsize
@@ -192,7 +200,9 @@ def compulsory_bytes(seqlen_q, seqlen_k, head_dim, *, batch=1, nheads=1, itemsiz
     Raises:
         ValueError: a size is not an int of at least 1.
     """
-    _check_sizes(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, batch=batch, nheads=nheads, itemsize=itemsize)
+    seqlen_q, seqlen_k, head_dim, batch, nheads, itemsize = _check_sizes(
+        seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, batch=batch, nheads=nheads, itemsize=itemsize
+    )
     return 2 * batch * nheads * (seqlen_q + seqlen_k) * head_dim * itemsize
 
 
@@ -209,7 +219,9 @@ def naive_extra_bytes(seqlen_q, seqlen_k, *, batch=1, nheads=1, itemsize=2):
     Raises:
         ValueError: a size is not an int of at least 1.
     """
-    _check_sizes(seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=batch, nheads=nheads, itemsize=itemsize)
+    seqlen_q, seqlen_k, batch, nheads, itemsize = _check_sizes(
+        seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=batch, nheads=nheads, itemsize=itemsize
+    )
     return 2 * batch * nheads * seqlen_q * seqlen_k * itemsize
 
 
@@ -225,7 +237,7 @@ def flash_extra_bytes(seqlen_q, *, batch=1, nheads=1):
     Raises:
         ValueError: a size is not an int of at least 1.
     """
-    _check_sizes(seqlen_q=seqlen_q, batch=batch, nheads=nheads)
+    seqlen_q, batch, nheads = _check_sizes(seqlen_q=seqlen_q, batch=batch, nheads=nheads)
     return 4 * batch * nheads * seqlen_q
 
 
@@ -246,7 +258,7 @@ def roofline(gpu, intensity):
         ValueError: gpu is not known, or intensity is negative or not a number.
     """
     gpu = _gpu(gpu)
-    intensity = np.asarray(intensity, dtype=float)
+    intensity = _numbers("intensity", intensity)
     if not (intensity >= 0).all():
         raise ValueError(f"intensity must be at least 0 FLOP/byte, got {intensity.min()}")
     return np.minimum(gpu.peak_tflops, gpu.bandwidth_gb_s * intensity / 1e3)[()]
@@ -268,23 +280,32 @@ def bound_ms(gpu, flops, moved_bytes):
     """
     gpu = _gpu(gpu)
     for name, value in (("flops", flops), ("moved_bytes", moved_bytes)):
-        if not value >= 0:
-            raise ValueError(f"{name} must be at least 0, got {value!r}")
+        if not (isinstance(value, (int, float, np.integer, np.floating)) and value >= 0):
+            raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
     return max(flops / (gpu.peak_tflops * 1e12), moved_bytes / (gpu.bandwidth_gb_s * 1e9)) * 1e3
 
 
 def _gpu(gpu):
     if isinstance(gpu, Gpu):
         return gpu
-    if gpu not in GPUS:
+    if not (isinstance(gpu, str) and gpu in GPUS):
         raise ValueError(f"gpu must be a Gpu or one of {', '.join(GPUS)}, got {gpu!r}")
     return GPUS[gpu]
 
 
+def _numbers(name, values):
+    try:
+        return np.asarray(values, dtype=float)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number or an array of numbers, got {values!r}") from None
+
+
 def _check_sizes(**sizes):
+    """Return the sizes as Python's ints, which never overflow as NumPy's do."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
             raise ValueError(f"{name} must be an int of at least 1, got {size!r}")
+    return [int(size) for size in sizes.values()]
 
 
 # --- tiles ---------------------------------------------------------------------------------------------------------
@@ -346,6 +367,7 @@ def requested_bytes(
     if order == "naive" and causal:
         raise ValueError('causal must be False where order is "naive", got True')
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    _check_sizes(head_dim_v=head_dim_v)
     width, width_v, statistic = head_dim * itemsize, head_dim_v * itemsize, max(itemsize, 4)
     walk = list(_rows_and_keys(seqlen_q, seqlen_k, block_m, block_n, causal))
     keys = sum(keys for _, keys in walk)
@@ -403,8 +425,10 @@ def longest_seqlen(memory_bytes, head_dim, *, nheads, batch=1, itemsize=2, form=
         int: the longest seqlen.
 
     Raises:
-        ValueError: a size is not an int of at least 1, or form is neither of the two.
+        ValueError: a size is not an int of at least 1, form is neither of the two, or memory_bytes is no finite number.
     """
+    if not isinstance(memory_bytes, numbers.Real) or not math.isfinite(memory_bytes):
+        raise ValueError(f"memory_bytes must be a finite number, got {memory_bytes!r}")
     sizes = {"head_dim": head_dim, "nheads": nheads, "batch": batch, "itemsize": itemsize, "form": form}
     low, high = 0, 1
     while attention_memory_bytes(high, **sizes) <= memory_bytes:

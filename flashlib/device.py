@@ -276,8 +276,12 @@ def check_capability(capability, dtype=None):
         dtype: torch dtype, or its name ("bf16", "*bf16", "float16"); None leaves it out.
 
     Raises:
+        ValueError: capability is neither.
         RuntimeError: says what to do instead.
     """
+    pair = capability if isinstance(capability, tuple) else (capability, 0)
+    if len(pair) != 2 or not all(isinstance(number, int) for number in pair):
+        raise ValueError(f"capability must be a number such as 75 or a pair such as (7, 5), got {capability!r}")
     if isinstance(capability, tuple):
         capability = 10 * capability[0] + capability[1]
     if capability < OLDEST_CAPABILITY:

@@ -29,13 +29,14 @@ def double(x, block=256):
 
     Args:
         x: tensor (n,) of float16, bfloat16 or float32, on the device where kernels run (`device.kernel_device()`).
-        block: elements of one program, a power of two.
+        block: elements of one program, a power of two up to 2**20 (Triton's limit).
 
     Returns:
         tensor (n,), dtype and device of x. Doubling is exact: only the exponent changes.
 
     Raises:
-        ValueError: x is not one-dimensional or has another dtype; block is not a power of two.
+        ValueError: x is not one-dimensional, has another dtype or 2**31 - block elements or more (positions are 32-bit
+            numbers); block is not a power of two up to 2**20.
         RuntimeError: x lies where no kernel can run on it.
     """
     if not isinstance(x, torch.Tensor) or x.ndim != 1:
@@ -43,8 +44,10 @@ def double(x, block=256):
         raise ValueError(f"x must be a tensor of one dimension, got {got}")
     if x.dtype not in _DTYPES:
         raise ValueError(f"x must have dtype float16, bfloat16 or float32, got {x.dtype}")
-    if not isinstance(block, int) or block < 1 or block & (block - 1):
-        raise ValueError(f"block must be a power of two, got {block!r}")
+    if not isinstance(block, int) or not 1 <= block <= 2**20 or block & (block - 1):
+        raise ValueError(f"block must be a power of two up to 2**20, got {block!r}")
+    if x.numel() >= 2**31 - block:
+        raise ValueError(f"x must have fewer than 2**31 - block elements, got {x.numel()}")
     device.check_launch(x, "x")
     x = x.contiguous()
     out = torch.empty_like(x)

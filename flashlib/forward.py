@@ -115,9 +115,7 @@ def _forward_fake(q, k, v, causal, scale, mask, score, n_mask, aux):
 
 
 def _backward(q, k, v, out, lse, dout, dlse, wants_q, wants_kv, causal, scale, mask, score, n_mask, aux):
-    return backward.gradients(
-        q, k, v, out, lse, dout, dlse, wants_q, wants_kv, causal, scale, mask, score, n_mask, aux
-    )
+    return backward.gradients(q, k, v, out, lse, dout, dlse, wants_q, wants_kv, causal, scale, mask, score, n_mask, aux)
 
 
 def _backward_fake(q, k, v, out, lse, dout, dlse, wants_q, wants_kv, causal, scale, mask, score, n_mask, aux):
@@ -194,7 +192,8 @@ def flash_attention(q, k, v, *, causal=False, scale=None, mask=None, score=None,
     """Compute softmax(scale·QKᵀ)V exactly, without storing scores, in one kernel; differentiable.
 
     Args:
-        q: (batch, nheads, seqlen_q, head_dim), float16, bfloat16 or float32 (float64 in the interpreter only), any strides.
+        q: (batch, nheads, seqlen_q, head_dim), float16, bfloat16 or float32 (float64 in the interpreter only), any
+            strides.
         k: (batch, nheads, seqlen_k, head_dim), dtype and device of q.
         v: (batch, nheads, seqlen_k, head_dim_v). Both head_dims are multiples of 8 from 16 to 256.
         causal: query i sees the keys j <= i + seqlen_k - seqlen_q (aligned at the bottom right).
@@ -205,9 +204,10 @@ def flash_attention(q, k, v, *, causal=False, scale=None, mask=None, score=None,
 
     Returns:
         out (batch, nheads, seqlen_q, head_dim_v), dtype of q (under autocast, the autocast dtype); or (out, lse), lse
-        (batch, nheads, seqlen_q) float32 (float64 for float64) and differentiable. A row that sees no key has out exactly 0,
-        lse exactly -inf and gradients exactly 0. A NaN in k at a key that is masked never shows; a NaN in v there (in the
-        backward also in k or dout) may reach rows whose tile holds both that key and a key that they see.
+        (batch, nheads, seqlen_q) float32 (float64 for float64) and differentiable. A row that sees no key has out
+        exactly 0, lse exactly -inf and gradients exactly 0. A NaN in k at a key that is masked never shows; a NaN in
+        v there (in the backward also in k or dout) may reach rows whose tile holds both that key and a key that they
+        see.
 
     Raises:
         ValueError: a shape, dtype, device or option is not as above.

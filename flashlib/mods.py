@@ -22,7 +22,8 @@ class Bounds(NamedTuple):
 
     `keys(b, h, first, end, seqlen_q, seqlen_k, aux)` answers for the queries first … end - 1: it returns the positions
     (first, first_full, end_full, end) of keys. No query of the tile sees a key outside first … end - 1, and every query
-    sees every key of first_full … end_full - 1. `queries(…)` is the transpose: the same about queries, for keys first … end - 1.
+    sees every key of first_full … end_full - 1. `queries(…)` is the transpose: the same about queries, for keys first
+    … end - 1.
     """
 
     keys: object
@@ -34,13 +35,15 @@ class Mask:
 
     Args:
         fn: `@triton.jit` function (b, h, i, j, seqlen_q, seqlen_k, aux) -> boolean tile. b, h are numbers; i (query
-            positions) and j (key positions) are int32 tiles that broadcast against each other, [rows, 1] and [1, keys] in
-            one kernel, [1, rows] and [keys, 1] in another, always inside the lengths. The result broadcasts likewise.
+            positions) and j (key positions) are int32 tiles that broadcast against each other, [rows, 1] and [1,
+            keys] in one kernel, [1, rows] and [keys, 1] in another, always inside the lengths. The result broadcasts
+            likewise.
         bounds: Bounds, or None to test every tile.
         aux: tensors the functions may read, passed as a tuple of pointers in this order. They get no gradient.
 
     Raises:
-        ValueError: fn or a bound is no `@triton.jit` function, or aux holds something that is not a tensor without gradient.
+        ValueError: fn or a bound is no `@triton.jit` function, or aux holds something that is not a tensor without
+            gradient.
     """
 
     def __init__(self, fn, bounds=None, aux=()):
@@ -65,7 +68,8 @@ class Score:
         aux: as in Mask.
 
     Raises:
-        ValueError: fn or grad is no `@triton.jit` function, or aux holds something that is not a tensor without gradient.
+        ValueError: fn or grad is no `@triton.jit` function, or aux holds something that is not a tensor without
+            gradient.
     """
 
     def __init__(self, fn, grad, aux=()):
@@ -91,7 +95,9 @@ def registered(key, size):
     if not key:
         return (None,) * size
     if key not in _REGISTERED:
-        raise RuntimeError(f"the hook {key!r} is not registered in this process: make the Mask or Score before the call")
+        raise RuntimeError(
+            f"the hook {key!r} is not registered in this process: make the Mask or Score before the call"
+        )
     return _REGISTERED[key]
 
 
@@ -120,7 +126,7 @@ def _register(functions):
 
 
 def _text(fn, seen):
-    """Return the source of a jit function and of all that it names: helpers and constants decide what it computes too."""
+    """Return the source of a jit function and of what it names: helpers and constants decide what it computes."""
     if fn is None or fn in seen:
         return ""
     seen.add(fn)
@@ -139,9 +145,7 @@ def _text(fn, seen):
 
 
 @triton.jit
-def visible(
-    b, h, i, j, seqlen_q, seqlen_k, aux, CAUSAL: tl.constexpr, MASK: tl.constexpr
-):
+def visible(b, h, i, j, seqlen_q, seqlen_k, aux, CAUSAL: tl.constexpr, MASK: tl.constexpr):
     """Return which of the pairs (query i, key j) count: inside the lengths, causal, and seen by the mask."""
     seen = j < seqlen_k
     if CAUSAL:
@@ -153,9 +157,19 @@ def visible(
 
 @triton.jit
 def key_range(
-    b, h, first, end, seqlen_q, seqlen_k, aux, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, KEYS: tl.constexpr
+    b,
+    h,
+    first,
+    end,
+    seqlen_q,
+    seqlen_k,
+    aux,
+    BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
-    """Return where the tiles of keys that the queries first … end - 1 see begin, begin to be full, cease to be full, and end.
+    """Return where the tiles that the queries first … end - 1 see begin, begin to be full, cease to be so, and end.
 
     All but the last are multiples of BLOCK, and they do not decrease.
     """
@@ -180,9 +194,19 @@ def key_range(
 
 @triton.jit
 def query_range(
-    b, h, first, end, seqlen_q, seqlen_k, aux, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, QUERIES: tl.constexpr
+    b,
+    h,
+    first,
+    end,
+    seqlen_q,
+    seqlen_k,
+    aux,
+    BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):
-    """Return the same about the tiles of queries that see the keys first … end - 1, some of which may lie past seqlen_k."""
+    """Return the same about the tiles of queries that see the keys first … end - 1; some may lie past seqlen_k."""
     lo = 0
     lo_full = 0
     # A query past seqlen_q has p = 0 by its lse, so the last tile of queries counts as full.

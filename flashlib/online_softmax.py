@@ -36,12 +36,16 @@ def three_passes(s, v):
     """Average the values of one row by softmax: find the max, then the sum, then the output.
 
     Args:
-        s: finite scores, any iterable that can be read again.
+        s: finite scores, a sequence of at least one.
         v: one value (a number or an array) a score.
 
     Returns:
         output, like one value.
+
+    Raises:
+        ValueError: s is empty, or v has another length.
     """
+    _check_row(s, v)
     m = -math.inf
     for x in s:
         m = max(m, x)
@@ -58,14 +62,18 @@ def two_passes(s, v):
     """Average the values of one row by softmax: max and sum together, then the output.
 
     Args:
-        s: finite scores, any iterable that can be read again.
+        s: finite scores, a sequence of at least one.
         v: one value (a number or an array) a score.
 
     Returns:
         output, like one value.
 
+    Raises:
+        ValueError: s is empty, or v has another length.
+
     Source: Milakov and Gimelshein, Algorithm 3, https://arxiv.org/abs/1805.02867.
     """
+    _check_row(s, v)
     m, l = -math.inf, 0.0
     for x in s:
         m_new = max(m, x)
@@ -81,14 +89,18 @@ def one_pass(s, v):
     """Average the values of one row by softmax: each score is read once, the division comes last.
 
     Args:
-        s: finite scores, any iterable.
+        s: finite scores, a sequence of at least one.
         v: one value (a number or an array) a score.
 
     Returns:
         output, like one value.
 
+    Raises:
+        ValueError: s is empty, or v has another length.
+
     Source: FlashAttention, Algorithm 1, for one row and tiles of one key, https://arxiv.org/abs/2205.14135.
     """
+    _check_row(s, v)
     m, l, acc = -math.inf, 0.0, 0.0
     for x, value in zip(s, v, strict=True):
         m_new = max(m, x)
@@ -124,7 +136,14 @@ def identity(head_dim, shape=(), dtype=np.float64):
 
     Returns:
         State: m = -inf, l = 0, acc = 0.
+
+    Raises:
+        ValueError: head_dim is not a whole number from 0 on, or dtype is not a floating-point one.
     """
+    if not isinstance(head_dim, (int, np.integer)) or head_dim < 0:
+        raise ValueError(f"head_dim must be a whole number from 0 on, got {head_dim!r}")
+    if np.dtype(dtype).kind != "f":
+        raise ValueError(f"dtype must be a floating-point one, got {np.dtype(dtype)}")
     return State(np.full(shape, -np.inf, dtype), np.zeros(shape, dtype), np.zeros((*shape, head_dim), dtype))
 
 
@@ -145,10 +164,7 @@ def state_of(s, v):
 
     Source: the module's, with more than one score at a time.
     """
-    s, v = np.asarray(s), np.asarray(v)
-    for name, x in (("s", s), ("v", v)):
-        if x.dtype.kind not in "biuf":
-            raise ValueError(f"{name} must hold real numbers, got {x.dtype}")
+    s, v = _real("s", s), _real("v", v)
     if s.ndim < 1:
         raise ValueError("s must have shape (..., n), got a single number")
     if v.ndim < 2 or v.shape[-2] != s.shape[-1]:
@@ -158,7 +174,7 @@ def state_of(s, v):
     dtype = np.result_type(s, v, np.float32)
     s, v = s.astype(dtype, copy=False), v.astype(dtype, copy=False)
     m = s.max(axis=-1, initial=-np.inf)  # (...)
-    p = _exp_minus(s, m[..., None])  # (..., n)
+    p = exp_minus(s, m[..., None])  # (..., n)
     return State(m, p.sum(axis=-1), (p[..., None, :] @ v)[..., 0, :])
 
 
@@ -172,16 +188,14 @@ def merge(a, b):
         State: as if the pieces had been one, up to rounding.
 
     Raises:
-        ValueError: b has another head_dim than a, or rows that do not fit.
+        ValueError: a or b is no State; b has another head_dim than a, or rows that do not fit.
     """
-    if a.acc.shape[-1] != b.acc.shape[-1]:
-        raise ValueError(f"b must have the head_dim of a, {a.acc.shape[-1]}, got {b.acc.shape[-1]}")
-    _check_rows("b", b.m.shape, "a", a.m.shape)
+    _check_states(a, b)
     m = np.maximum(a.m, b.m)
     # The piece that holds the maximum gets 1, the other one shrinks.
-    alpha_a, alpha_b = _exp_minus(a.m, m), _exp_minus(b.m, m)
+    alpha_a, alpha_b = exp_minus(a.m, m), exp_minus(b.m, m)
     l = alpha_a * a.l + alpha_b * b.l
-    acc = alpha_a[..., None] * a.acc + alpha_b[..., None] * b.acc
+    acc = alpha_a[..., None] * a.acc + alpha_b[..., None] * b.acc  # [..., head_dim]
     return State(m, l, acc)
 
 
@@ -259,9 +273,9 @@ def from_lse(lse, out):
         State: the identity for a row whose lse is -inf, whatever out holds there.
 
     Raises:
-        ValueError: out is not shaped like lse with one more axis.
+        ValueError: lse or out holds no real numbers; out is not shaped like lse with one more axis.
     """
-    lse, out = np.asarray(lse), np.asarray(out)
+    lse, out = _real("lse", lse), _real("out", out)
     if out.ndim < 1 or out.shape[:-1] != lse.shape:
         raise ValueError(f"out must have shape {lse.shape} + (head_dim,) to fit lse, got {out.shape}")
     dtype = np.result_type(lse, out, np.float32)
@@ -292,7 +306,16 @@ def merge_lse(lse_a, out_a, lse_b, out_b):
 # --- edges ---------------------------------------------------------------------------------------------------------
 
 
-def _exp_minus(x, m):
+def exp_minus(x, m):
+    """Compute exp(x - m), and 0 where m is -inf.
+
+    Args:
+        x: scores or maxima; -inf wherever m is.
+        m: the maximum to subtract, of a shape that broadcasts against x.
+
+    Returns:
+        array, between 0 and 1 where x <= m; never NaN for a row that has seen no score.
+    """
     # Where m is -inf every x is too, and -inf minus -inf is NaN.
     # Subtract 0 there: exp(-inf) is the 0 that is wanted.
     reference = np.where(np.isneginf(m), np.zeros_like(m), m)
@@ -304,6 +327,32 @@ def _exp_minus(x, m):
 def _l_or_one(state):
     # Only a row without a score has l = 0; its acc is 0 and its m is -inf, so 1 gives output 0 and lse -inf.
     return np.where(state.l == 0, np.ones_like(state.l), state.l)
+
+
+def _real(name, x):
+    x = np.asarray(x)
+    if x.dtype.kind not in "biuf":
+        raise ValueError(f"{name} must hold real numbers, got {x.dtype}")
+    return x
+
+
+def _check_row(s, v):
+    if len(s) == 0:
+        raise ValueError("s must hold at least one score, got none")
+    if len(v) != len(s):
+        raise ValueError(f"v must hold one value a score, {len(s)}, got {len(v)}")
+
+
+def _check_states(a, b):
+    for name, x in (("a", a), ("b", b)):
+        if not isinstance(x, State):
+            raise ValueError(f"{name} must be a State, got {type(x).__name__}")
+        if not np.shape(x.m) == np.shape(x.l) == np.shape(x.acc)[:-1] or np.ndim(x.acc) < 1:
+            shapes = ", ".join(str(np.shape(part)) for part in x)
+            raise ValueError(f"{name} must have m and l of shape (...) and acc of shape (..., head_dim), got {shapes}")
+    if np.shape(a.acc)[-1] != np.shape(b.acc)[-1]:
+        raise ValueError(f"b must have the head_dim of a, {np.shape(a.acc)[-1]}, got {np.shape(b.acc)[-1]}")
+    _check_rows("b", np.shape(b.m), "a", np.shape(a.m))
 
 
 def _check_rows(name, shape, other, other_shape):

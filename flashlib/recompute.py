@@ -25,7 +25,7 @@ def backward_naive(q, k, v, dout, *, causal=False, scale=None):
     Raises:
         ValueError: an argument has the wrong shape, dtype or value.
     """
-    scale, dtype = check_inputs(q, k, v, 1, 1, scale)
+    scale, dtype = check_inputs(q, k, v, 1, 1, scale, causal)
     _check_rows(q, (q.shape[0], v.shape[1]), dout=dout)
     q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
     s = scale * (q @ k.T)  # [seqlen_q, seqlen_k], and so are p, dp, ds
@@ -102,12 +102,11 @@ def dk_dv(q, k, v, dout, lse, delta, *, block_m, block_n, causal, scale, dtype):
     """
     dk, dv = np.empty_like(k), np.empty_like(v)
     offset = k.shape[0] - q.shape[0]
-    sizes = {"block_m": block_m, "block_n": block_n, "seqlen_q": q.shape[0], "seqlen_k": k.shape[0], "causal": causal}
-    for j, keys in enumerate(tiles(k.shape[0], block_n)):
+    for keys in tiles(k.shape[0], block_n):
         k_j, v_j = k[keys].astype(dtype), v[keys].astype(dtype)
         dk_j, dv_j = np.zeros_like(k_j), np.zeros_like(v_j)
-        for i, rows in enumerate(tiles(q.shape[0], block_m)):
-            kind = tile_kind(i, j, **sizes)
+        for rows in tiles(q.shape[0], block_m):
+            kind = tile_kind(rows, keys, offset, causal)
             if kind == "empty":
                 continue
             q_i, dout_i = q[rows].astype(dtype), dout[rows].astype(dtype)
@@ -131,13 +130,12 @@ def dq_only(q, k, v, dout, lse, delta, *, block_m, block_n, causal, scale, dtype
     """
     dq = np.empty_like(q)
     offset = k.shape[0] - q.shape[0]
-    sizes = {"block_m": block_m, "block_n": block_n, "seqlen_q": q.shape[0], "seqlen_k": k.shape[0], "causal": causal}
-    for i, rows in enumerate(tiles(q.shape[0], block_m)):
+    for rows in tiles(q.shape[0], block_m):
         q_i, dout_i = q[rows].astype(dtype), dout[rows].astype(dtype)
         lse_i, delta_i = lse[rows], delta[rows]
         dq_i = np.zeros_like(q_i)
-        for j, keys in enumerate(tiles(k.shape[0], block_n)):
-            kind = tile_kind(i, j, **sizes)
+        for keys in tiles(k.shape[0], block_n):
+            kind = tile_kind(rows, keys, offset, causal)
             if kind == "empty":
                 continue
             k_j, v_j = k[keys].astype(dtype), v[keys].astype(dtype)
@@ -178,7 +176,7 @@ def backward(q, k, v, out, dout, lse, *, block_m, block_n, causal=False, scale=N
     Source:
         FlashAttention-2 (Dao 2023), Algorithm 2, https://arxiv.org/abs/2307.08691, its one loop taken apart.
     """
-    scale, dtype = check_inputs(q, k, v, block_m, block_n, scale)
+    scale, dtype = check_inputs(q, k, v, block_m, block_n, scale, causal)
     _check_rows(q, (q.shape[0], v.shape[1]), out=out, dout=dout)
     _check_numbers_a_row(q.shape[0], lse=lse, dlse=dlse)
     delta = np.empty_like(q, shape=(q.shape[0],), dtype=dtype)

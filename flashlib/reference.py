@@ -7,6 +7,7 @@ Source: Vaswani et al., "Attention Is All You Need", 2017, section 3.2.1, https:
 """
 
 import math
+import sys
 
 import numpy as np
 import torch
@@ -64,7 +65,7 @@ def attention(q, k, v, *, causal=False, window=None, scale=None, mask=None, bias
     Source: "Attention Is All You Need", section 3.2; alignment and rows without a key are this course's definition.
     """
     _check_tensors(q, k, v)
-    _check_options(q, k, window, scale, mask, bias)
+    _check_options(q, k, causal, window, scale, mask, bias)
     wants_numpy = isinstance(q, np.ndarray)
     q, k, v = (_double(x, None) for x in (q, k, v))
     seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
@@ -92,7 +93,8 @@ def _seen_by_position(seqlen_q, seqlen_k, causal, window, device):
     """Return which keys each query sees by causality and window alone, [seqlen_q, seqlen_k]."""
     i = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
     j = torch.arange(seqlen_k, device=device)[None, :]
-    left, right = window or (None, None)
+    # No distance between two positions exceeds the two lengths together; a larger int would not fit into int64.
+    left, right = (None if side is None else min(side, seqlen_q + seqlen_k) for side in window or (None, None))
     seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     if causal:
         seen &= j <= i
@@ -176,14 +178,16 @@ def _check_tensors(q, k, v):
         raise ValueError(f"v must have the seqlen of k, {k.shape[-2]}, got {v.shape[-2]}")
 
 
-def _check_options(q, k, window, scale, mask, bias):
+def _check_options(q, k, causal, window, scale, mask, bias):
+    if not (isinstance(causal, (bool, np.bool_, int)) and causal in (0, 1)):
+        raise ValueError(f"causal must be True or False, got {causal!r}")
     if window is not None:
         if not (isinstance(window, (tuple, list)) and len(window) == 2):
             raise ValueError(f"window must be a pair (left, right) or None, got {window!r}")
         for side, size in zip(("left", "right"), window, strict=True):
             if size is not None and (isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 0):
                 raise ValueError(f"window {side} must be an int of at least 0 or None, got {size!r}")
-    if scale is not None and not (isinstance(scale, (int, float, np.number)) and math.isfinite(scale)):
+    if scale is not None and not _is_finite_number(scale):
         raise ValueError(f"scale must be a finite number or None, got {scale!r}")
     shape = (*q.shape[:-2], q.shape[-2], k.shape[-2])
     for name, x in (("mask", mask), ("bias", bias)):
@@ -197,6 +201,13 @@ def _check_options(q, k, window, scale, mask, bias):
             raise ValueError(f"bias must have a floating-point dtype, got {x.dtype}")
         if not _broadcasts(x.shape, shape):
             raise ValueError(f"{name} must broadcast to {tuple(shape)}, got shape {tuple(x.shape)}")
+
+
+def _is_finite_number(x):
+    if isinstance(x, bool) or not isinstance(x, (int, float, np.integer, np.floating)):
+        return False
+    # An int may be too large for a float; comparing it is exact all the same.
+    return abs(x) <= sys.float_info.max
 
 
 def _is_float(x):

@@ -8,16 +8,12 @@ Source: FlashAttention-2, section 3.3 (tile sizes), https://arxiv.org/abs/2307.0
 
 import contextlib
 import functools
-import importlib
 from typing import NamedTuple
 
 import torch
 
 from flashlib import device
 from flashlib.device import tl, triton
-
-
-_tensor_descriptor = importlib.import_module('triton.tools.tensor_descriptor').TensorDescriptor
 
 INTERPRETED = device.interpreting()
 
@@ -29,8 +25,11 @@ DESCRIPTOR_FROM = 512
 
 
 class Tile(NamedTuple):
-    """How one kernel is launched: rows of queries and of keys, warps of a program, depth of its pipeline, and at most how
-    many registers a thread may use, so that more programs fit on a multiprocessor; None leaves that to the compiler."""
+    """How one kernel is launched: rows of queries and of keys, warps of a program, depth of its pipeline.
+
+    max_registers bounds the registers of a thread, so that more programs fit on a multiprocessor; None leaves them to
+    the compiler.
+    """
 
     block_m: int
     block_n: int
@@ -69,7 +68,7 @@ def load_tile(
 def store_tile(
     x, stride, tile, b, h, first, length, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Store a tile [ROWS, COLS] to the rows of x[b, h] from `first` on, but nothing past `length` rows or DIM columns."""
+    """Store a tile [ROWS, COLS] to x[b, h] from row `first` on, but nothing past `length` rows or DIM columns."""
     inside = (first + tl.arange(0, ROWS) < length)[:, None] & (tl.arange(0, COLS) < DIM)[None, :]
     ptrs = tile_pointers(x, stride, b, h, first, ROWS, COLS, WIDE)
     tl.store(ptrs, tile.to(x.dtype.element_ty), mask=inside)
@@ -94,13 +93,26 @@ def padded(head_dim):
     return max(16, triton.next_power_of_2(head_dim))
 
 
+@functools.cache
+def columns_of(head_dim, head_dim_v, itemsize):
+    """Return the columns of tiles of q and k, and of v: padded, and alike up to 128 bytes a row.
+
+    Rows of 128 bytes or more lie in shared memory in one pattern, shorter ones in others. Where K and V share a
+    buffer but not the pattern, the assembler of CUDA 12.8 (it comes with Triton 3.6 and 3.7) reads a register that it
+    never wrote.
+    """
+    columns, columns_v = padded(head_dim), padded(head_dim_v)
+    full = 128 // itemsize
+    return max(columns, min(columns_v, full)), max(columns_v, min(columns, full))
+
+
 def wide(strides):
     """Return whether an offset inside one tile, 256 rows or columns at most, can pass 32 bits."""
     return any(abs(stride) * 256 >= 2**31 for stride in strides)
 
 
 def describable(x, architecture):
-    """Return whether the copy engine (Hopper and newer) can read x: unit last stride, the others multiples of 16 bytes."""
+    """Return whether the copy engine (Hopper and newer) can read x: last stride 1, others multiples of 16 bytes."""
     unit = 16 // x.element_size()
     return (
         architecture >= 90
@@ -113,10 +125,13 @@ def describable(x, architecture):
 
 def descriptor(x, rows, columns):
     """Return a descriptor of x, (batch, nheads, seqlen, head_dim), that loads [1, 1, rows, columns]."""
+    # Imported here, so that where Triton is missing `flashlib.device` is the one to say so.
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     unit = 16 // x.element_size()
     # The stride of an axis of length 1 is never used, but the hardware wants it well formed.
     strides = [s if n > 1 else unit for s, n in zip(x.stride()[:3], x.shape, strict=False)] + [1]
-    return _tensor_descriptor(x, list(x.shape), strides, [1, 1, rows, columns])
+    return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, columns])
 
 
 @functools.cache
@@ -128,51 +143,59 @@ def architecture_of(device):
     return 10 * major + minor
 
 
-# (kernel, family, bytes of an element): padded head_dim -> the Tile without and with causal.
-# Families: 75, "99" for the cards with 99 KB of shared memory a block (86, 89, 120), 80, 90, 100, and 0 interpreted.
+# (kernel, family, bytes of an element): columns -> (block_m, block_n, num_warps, num_stages), or a pair of those, without
+# and with causal. Narrower tiles take the next wider row. Families: compute capability 75, 80, 90, 100, and "99" for the
+# cards with 99 KB of shared memory a block (86, 89, 120). 90 was measured at 64 and 128 columns; the others are the first
+# of a few candidates that compile without much stack and fit.
 TILES = {
     ("forward", 90, 2): {
-        16: ((128, 64, 4, 3), (128, 64, 4, 3)),
-        32: ((128, 64, 4, 3), (128, 64, 4, 3)),
+        16: (128, 64, 4, 3),
+        32: (128, 64, 4, 3),
         64: ((64, 128, 4, 1), (64, 128, 4, 2)),
-        128: ((64, 128, 4, 1), (64, 128, 4, 1)),
-        256: ((128, 64, 8, 2), (128, 64, 8, 2)),
+        128: (64, 128, 4, 1),
+        256: (128, 64, 8, 2),
     },
     ("dkdv", 90, 2): {
-        16: ((64, 128, 8, 2), (64, 128, 8, 2)),
-        32: ((64, 128, 8, 2), (64, 128, 8, 2)),
-        64: ((128, 64, 4, 2), (128, 64, 4, 2)),
-        128: ((64, 64, 4, 2), (64, 64, 4, 2)),
-        256: ((32, 64, 8, 2), (32, 64, 8, 2)),
+        16: (64, 128, 8, 2),
+        32: (64, 128, 8, 2),
+        64: (128, 64, 4, 2),
+        128: (64, 64, 4, 2),
+        256: (32, 64, 8, 2),
     },
     ("dq", 90, 2): {
-        16: ((128, 64, 8, 2), (128, 64, 8, 2)),
-        32: ((128, 64, 8, 2), (128, 64, 8, 2)),
-        64: ((128, 64, 8, 3), (64, 64, 4, 3)),
-        128: ((128, 64, 8, 3), (128, 64, 8, 3)),
-        256: ((64, 32, 4, 2), (64, 32, 4, 2)),
+        16: (128, 64, 8, 2),
+        32: (128, 64, 8, 2),
+        64: (128, 64, 8, 3),
+        128: (128, 64, 8, 3),
+        256: (64, 32, 4, 2),
     },
-    ("forward", 90, 4): {
-        16: ((128, 64, 4, 1), (128, 64, 4, 1)),
-        32: ((128, 64, 4, 1), (128, 64, 4, 1)),
-        64: ((128, 64, 4, 1), (128, 64, 4, 1)),
-        128: ((32, 64, 4, 2), (32, 64, 4, 2)),
-        256: ((32, 32, 4, 1), (32, 32, 4, 1)),
-    },
-    ("dkdv", 90, 4): {
-        16: ((64, 32, 4, 1), (64, 32, 4, 1)),
-        32: ((64, 32, 4, 1), (64, 32, 4, 1)),
-        64: ((64, 32, 4, 1), (64, 32, 4, 1)),
-        128: ((64, 32, 4, 1), (64, 32, 4, 1)),
-        256: ((32, 32, 4, 1), (32, 32, 4, 1)),
-    },
-    ("dq", 90, 4): {
-        16: ((128, 64, 8, 3), (128, 64, 8, 3)),
-        32: ((128, 64, 8, 3), (128, 64, 8, 3)),
-        64: ((128, 64, 8, 3), (128, 64, 8, 3)),
-        128: ((32, 64, 4, 1), (32, 64, 4, 1)),
-        256: ((32, 32, 4, 1), (32, 32, 4, 1)),
-    },
+    ("forward", 90, 4): {64: (128, 64, 4, 1), 128: (32, 64, 4, 2), 256: (32, 32, 4, 1)},
+    ("dkdv", 90, 4): {64: (64, 32, 4, 1), 128: (64, 32, 4, 1), 256: (32, 32, 4, 1)},
+    ("dq", 90, 4): {64: (128, 64, 8, 3), 128: (32, 64, 4, 1), 256: (32, 32, 4, 1)},
+    ("forward", 75, 2): {64: (32, 32, 4, 1), 128: (16, 32, 4, 1)},
+    ("dkdv", 75, 2): {64: (16, 32, 4, 1), 128: (16, 16, 4, 1)},
+    ("dq", 75, 2): {64: (16, 32, 4, 1), 128: (16, 16, 4, 1)},
+    ("forward", 75, 4): {64: (32, 32, 4, 1), 128: (16, 32, 4, 1)},
+    ("dkdv", 75, 4): {64: (16, 32, 4, 1), 128: (16, 16, 4, 1)},
+    ("dq", 75, 4): {64: (32, 16, 4, 1), 128: (16, 16, 4, 1)},
+    ("forward", 80, 2): {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
+    ("dkdv", 80, 2): {64: (32, 64, 4, 2), 128: (64, 64, 8, 2), 256: (32, 64, 8, 2)},
+    ("dq", 80, 2): {64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 2)},
+    ("forward", 80, 4): {64: (64, 32, 4, 2), 128: (32, 32, 4, 1), 256: (16, 16, 4, 1)},
+    ("dkdv", 80, 4): {64: (32, 32, 4, 2), 128: (32, 32, 8, 1), 256: (16, 16, 4, 1)},
+    ("dq", 80, 4): {64: (32, 32, 4, 2), 128: (32, 16, 4, 1), 256: (16, 16, 4, 1)},
+    ("forward", "99", 2): {64: (128, 64, 4, 3), 128: (128, 64, 8, 2), 256: (64, 32, 4, 2)},
+    ("dkdv", "99", 2): {64: (32, 64, 4, 2), 128: (64, 64, 8, 2), 256: (32, 64, 8, 1)},
+    ("dq", "99", 2): {64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1)},
+    ("forward", "99", 4): {64: (64, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 16, 4, 1)},
+    ("dkdv", "99", 4): {64: (32, 32, 4, 2), 128: (32, 32, 8, 1), 256: (16, 16, 4, 1)},
+    ("dq", "99", 4): {64: (32, 32, 4, 2), 128: (32, 16, 4, 1), 256: (16, 16, 4, 1)},
+    ("forward", 100, 2): {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
+    ("dkdv", 100, 2): {64: (64, 64, 4, 2), 128: (32, 128, 8, 2), 256: (32, 64, 8, 2)},
+    ("dq", 100, 2): {64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 2)},
+    ("forward", 100, 4): {64: (64, 32, 4, 2), 128: (64, 32, 8, 2), 256: (16, 16, 4, 1)},
+    ("dkdv", 100, 4): {64: (32, 32, 4, 2), 128: (32, 32, 8, 1), 256: (16, 16, 4, 1)},
+    ("dq", 100, 4): {64: (32, 32, 4, 2), 128: (32, 16, 4, 1), 256: (16, 16, 4, 1)},
 }
 
 
@@ -182,7 +205,14 @@ def tile_for(kernel, architecture, itemsize, columns, causal):
     if architecture == 0:
         return Tile(32, 32, 4, 1)
     family = architecture if architecture in (75, 80, 90, 100) else "99"
-    return Tile(*TILES[kernel, family, itemsize][columns][causal])
+    rows = TILES[kernel, family, itemsize]
+    found = [rows[wider] for wider in sorted(rows) if wider >= columns]
+    if not found:
+        raise RuntimeError(
+            f"this GPU has too little shared memory for head_dim {columns} (at most {max(rows)}): use a smaller one, "
+            "or restart Python with TRITON_INTERPRET=1"
+        )
+    return Tile(*(found[0][causal] if isinstance(found[0][0], tuple) else found[0]))
 
 
 class Plan(NamedTuple):
@@ -193,16 +223,17 @@ class Plan(NamedTuple):
     constants: dict
 
     def loaded(self, *tensors):
-        """Return what the kernel takes for the tensors that its loop loads: descriptors of tiles, or the tensors."""
+        """Return what the kernel takes for the two tensors that its loop loads: descriptors, or the tensors."""
         if not self.constants["DESCRIPTOR"]:
             return tensors
-        return tuple(descriptor(x, self.rows, padded(x.shape[3])) for x in tensors)
+        columns = self.constants["COLS"], self.constants["COLS_V"]
+        return tuple(descriptor(x, self.rows, n) for x, n in zip(tensors, columns, strict=True))
 
 
 def plan(kernel, q, v, causal, loaded):
     """Return the Plan of a kernel, "forward", "dkdv" or "dq", whose loop loads the tensors `loaded`."""
     architecture = architecture_of(q.device)
-    columns = padded(q.shape[3]), padded(v.shape[3])
+    columns = columns_of(q.shape[3], v.shape[3], q.element_size())
     tile = tile_for(kernel, architecture, q.element_size(), max(columns), causal)
     described = loaded[0].shape[2] >= DESCRIPTOR_FROM and all(describable(x, architecture) for x in loaded)
     strides = q.stride()[2:] + v.stride()[2:] + loaded[0].stride()[2:] + loaded[1].stride()[2:]
@@ -232,10 +263,11 @@ def _constants(tile, head_dim, head_dim_v, columns, architecture, described, str
 def launch(kernel, programs, arguments, constants):
     """Launch `programs` programs of a kernel, as `kernel[(programs,)](*arguments, **constants)` does, in less time.
 
-    Triton asks each argument which specialised code it needs (is it 1, is it a multiple of 16?) and then looks the code up. For
+    Triton asks each argument which specialised code it needs (is it 1, is it a multiple of 16?) and then looks the
+    code up. For
     arguments like those of an earlier launch the code is known: that saves the host a good part of a short call.
     """
-    if INTERPRETED or constants.get("DESCRIPTOR"):
+    if INTERPRETED:
         kernel[(programs,)](*arguments, **constants)
         return
     key = kernel, *map(_fact, arguments), *constants.values()
@@ -249,11 +281,13 @@ def launch(kernel, programs, arguments, constants):
 
 
 def _fact(argument):
-    """Return what a kernel's code may depend on: numbers themselves, of a tensor its dtype, GPU and alignment."""
+    """Return what code depends on: a number itself; a tensor's dtype, GPU, alignment; a descriptor's block."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.device, argument.data_ptr() % 16 == 0
     if isinstance(argument, float):
         return float
+    if hasattr(argument, "block_shape"):
+        return argument.base.dtype, argument.base.device, *argument.block_shape
     if isinstance(argument, tuple) and argument and isinstance(argument[0], torch.Tensor):
         return tuple(map(_fact, argument))
     return argument
@@ -265,7 +299,7 @@ def accumulator(dtype):
 
 
 def empty_out(q, v):
-    """Return the memory for out: in the order of q's axes, so that what follows attention finds the layout it came from."""
+    """Return memory for out in the order of q's axes, so that what follows finds the layout that came in."""
     return torch.empty_like(q) if q.shape[3] == v.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]))
 
 
@@ -283,6 +317,8 @@ def on_device_of(x):
 
 def check_device(q):
     """Raise the error that says why kernels cannot run on q, if they cannot."""
-    device.check_launch(q, "q")
+    # A traced call has no GPU to ask; the kernel's launch will find out.
+    if not torch.compiler.is_compiling():
+        device.check_launch(q, "q")
     if q.dtype == torch.float64 and q.device.type != "cpu":
         raise ValueError("q must have dtype float16, bfloat16 or float32 on a GPU, got torch.float64")

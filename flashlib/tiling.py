@@ -14,8 +14,7 @@ import numbers
 
 import numpy as np
 
-from flashlib.online_softmax import State, finish, identity, lse_of, merge, state_of
-from flashlib.online_softmax import _exp_minus as exp_minus
+from flashlib.online_softmax import State, exp_minus, finish, identity, lse_of, merge, state_of
 
 
 @dataclasses.dataclass
@@ -72,27 +71,23 @@ def tiles(length, block):
     return [slice(start, min(start + block, length)) for start in range(0, length, block)]
 
 
-def tile_kind(i, j, *, block_m, block_n, seqlen_q, seqlen_k, causal=False):
+def tile_kind(rows, keys, offset, causal):
     """Say whether a tile of scores is skipped, needs no mask, or is masked element by element.
 
     Args:
-        i, j: number of the query tile and of the key tile.
-        block_m, block_n: queries and keys in a tile.
-        seqlen_q, seqlen_k: lengths; the mask is aligned at the bottom right.
-        causal: query r sees the keys c <= r + seqlen_k - seqlen_q.
+        rows, keys: slices of the queries and of the keys, from `tiles`.
+        offset: seqlen_k - seqlen_q; the mask is aligned at the bottom right.
+        causal: query r sees the keys c <= r + offset; if False, every key.
 
     Returns:
         str: "empty", "full" or "diagonal".
     """
-    if not causal:
+    first_row, last_row = rows.start, rows.stop - 1
+    first_key, last_key = keys.start, keys.stop - 1
+    if not causal or last_key <= first_row + offset:
         return "full"
-    first_row, last_row = i * block_m, min((i + 1) * block_m, seqlen_q) - 1
-    first_key, last_key = j * block_n, min((j + 1) * block_n, seqlen_k) - 1
-    offset = seqlen_k - seqlen_q
     if first_key > last_row + offset:
         return "empty"
-    if last_key <= first_row + offset:
-        return "full"
     return "diagonal"
 
 
@@ -131,24 +126,24 @@ def forward_article(q, k, v, *, block_m, block_n, causal=False, scale=None, retu
     Source:
         The article's section on the forward pass; the names m_tile, p_tile, l_tile stand for its m̃, P̃, l̃.
     """
-    scale, dtype = check_inputs(q, k, v, block_m, block_n, scale)
+    scale, dtype = check_inputs(q, k, v, block_m, block_n, scale, causal)
     seqlen_q, seqlen_k, head_dim_v = q.shape[0], k.shape[0], v.shape[1]
+    offset = seqlen_k - seqlen_q
     out = np.empty_like(q, shape=(seqlen_q, head_dim_v))
     lse = np.empty_like(q, shape=(seqlen_q,), dtype=dtype)
-    sizes = {"block_m": block_m, "block_n": block_n, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "causal": causal}
-    for i, rows in enumerate(tiles(seqlen_q, block_m)):
+    for rows in tiles(seqlen_q, block_m):
         q_i = q[rows].astype(dtype)
         m_i = np.full(len(q_i), -np.inf, dtype)
         l_i = np.zeros(len(q_i), dtype)
         acc = np.zeros((len(q_i), head_dim_v), dtype)
-        for j, keys in enumerate(tiles(seqlen_k, block_n)):
-            kind = tile_kind(i, j, **sizes)
+        for keys in tiles(seqlen_k, block_n):
+            kind = tile_kind(rows, keys, offset, causal)
             if kind == "empty":
                 continue
             k_j, v_j = k[keys].astype(dtype), v[keys].astype(dtype)
             s = scale * (q_i @ k_j.T)
             if kind == "diagonal":
-                s = np.where(visible(rows, keys, seqlen_k - seqlen_q), s, -np.inf)
+                s = np.where(visible(rows, keys, offset), s, -np.inf)
             m_tile = s.max(axis=1)
             p_tile = exp_minus(s, m_tile[:, None])
             l_tile = p_tile.sum(axis=1)
@@ -185,24 +180,24 @@ def forward(q, k, v, *, block_m, block_n, causal=False, scale=None, return_lse=F
     Source:
         FlashAttention-2 (Dao 2023), Algorithm 1, https://arxiv.org/abs/2307.08691.
     """
-    scale, dtype = check_inputs(q, k, v, block_m, block_n, scale)
+    scale, dtype = check_inputs(q, k, v, block_m, block_n, scale, causal)
     seqlen_q, seqlen_k, head_dim_v = q.shape[0], k.shape[0], v.shape[1]
+    offset = seqlen_k - seqlen_q
     out = np.empty_like(q, shape=(seqlen_q, head_dim_v))
     lse = np.empty_like(q, shape=(seqlen_q,), dtype=dtype)
-    sizes = {"block_m": block_m, "block_n": block_n, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "causal": causal}
-    for i, rows in enumerate(tiles(seqlen_q, block_m)):
+    for rows in tiles(seqlen_q, block_m):
         q_i = q[rows].astype(dtype)
         m_i = np.full(len(q_i), -np.inf, dtype)
         l_i = np.zeros(len(q_i), dtype)
         acc = np.zeros((len(q_i), head_dim_v), dtype)
-        for j, keys in enumerate(tiles(seqlen_k, block_n)):
-            kind = tile_kind(i, j, **sizes)
+        for keys in tiles(seqlen_k, block_n):
+            kind = tile_kind(rows, keys, offset, causal)
             if kind == "empty":
                 continue
             k_j, v_j = k[keys].astype(dtype), v[keys].astype(dtype)
             s = scale * (q_i @ k_j.T)
             if kind == "diagonal":
-                s = np.where(visible(rows, keys, seqlen_k - seqlen_q), s, -np.inf)
+                s = np.where(visible(rows, keys, offset), s, -np.inf)
             m_new = np.maximum(m_i, s.max(axis=1))
             alpha = exp_minus(m_i, m_new)
             p = exp_minus(s, m_new[:, None])
@@ -226,22 +221,22 @@ def trace(q, k, v, *, block_m, block_n, causal=False, scale=None):
     Raises:
         ValueError: an argument has the wrong shape, dtype or value.
     """
-    scale, dtype = check_inputs(q, k, v, block_m, block_n, scale)
+    scale, dtype = check_inputs(q, k, v, block_m, block_n, scale, causal)
     seqlen_q, seqlen_k, head_dim_v = q.shape[0], k.shape[0], v.shape[1]
+    offset = seqlen_k - seqlen_q
     out, lse = np.empty((seqlen_q, head_dim_v), q.dtype), np.empty(seqlen_q, dtype)
-    sizes = {"block_m": block_m, "block_n": block_n, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "causal": causal}
     steps, bytes_so_far = [], 0
     for i, rows in enumerate(tiles(seqlen_q, block_m)):
         q_i = q[rows].astype(dtype)
         bytes_so_far += q[rows].nbytes
         state = identity(head_dim_v, (len(q_i),), dtype)
         for j, keys in enumerate(tiles(seqlen_k, block_n)):
-            kind = tile_kind(i, j, **sizes)
+            kind = tile_kind(rows, keys, offset, causal)
             s = None
             if kind != "empty":
                 s = scale * (q_i @ k[keys].astype(dtype).T)
                 if kind == "diagonal":
-                    s = np.where(visible(rows, keys, seqlen_k - seqlen_q), s, -np.inf)
+                    s = np.where(visible(rows, keys, offset), s, -np.inf)
                 state = merge(state, state_of(s, v[keys].astype(dtype)))
                 bytes_so_far += k[keys].nbytes + v[keys].nbytes
             spans = (rows.start, rows.stop), (keys.start, keys.stop)
@@ -252,11 +247,11 @@ def trace(q, k, v, *, block_m, block_n, causal=False, scale=None):
     return Trace(q, k, v, out, lse, block_m, block_n, causal, scale, steps)
 
 
-def check_inputs(q, k, v, block_m, block_n, scale):
+def check_inputs(q, k, v, block_m, block_n, scale, causal=False):
     """Return the scale as a float and the dtype to compute in, or say which argument is wrong.
 
     Args:
-        q, k, v, block_m, block_n, scale: as for `forward`.
+        q, k, v, block_m, block_n, scale, causal: as for `forward`.
 
     Returns:
         (float, numpy dtype): float64 for float64 inputs, float32 for all others.
@@ -278,6 +273,8 @@ def check_inputs(q, k, v, block_m, block_n, scale):
     for name, block in (("block_m", block_m), ("block_n", block_n)):
         if not isinstance(block, numbers.Integral) or isinstance(block, bool) or block < 1:
             raise ValueError(f"{name} must be a whole number of rows, 1 or more, got {block!r}")
+    if not isinstance(causal, (bool, np.bool_)):
+        raise ValueError(f"causal must be True or False, got {causal!r}")
     if scale is None:
         scale = 1 / math.sqrt(q.shape[1])
     if not isinstance(scale, numbers.Real) or not math.isfinite(scale):

@@ -7,6 +7,8 @@ same tiles, and the first FlashAttention's loop order, whose outer loop runs ove
 Source: FlashAttention (Dao et al. 2022), Algorithm 1 and Theorem 2, https://arxiv.org/abs/2205.14135.
 """
 
+import numbers
+
 import numpy as np
 
 from flashlib.online_softmax import State, finish, merge, state_of
@@ -37,7 +39,13 @@ class HBM:
 
         Returns:
             Metered, or a tuple of them for more than one.
+
+        Raises:
+            ValueError: a name is taken already, or what it names is no NumPy array.
         """
+        for name, array in arrays.items():
+            if not isinstance(array, np.ndarray):
+                raise ValueError(f"{name} must be a NumPy array, got {type(array).__name__}")
         metered = tuple(self._place(name, array) for name, array in arrays.items())
         return metered[0] if len(metered) == 1 else metered
 
@@ -125,23 +133,23 @@ def forward_keys_outer(q, k, v, *, block_m, block_n, causal=False, scale=None):
     Source:
         FlashAttention (Dao et al. 2022), Algorithm 1: out is divided in every step.
     """
-    scale, dtype = check_inputs(q, k, v, block_m, block_n, scale)
+    scale, dtype = check_inputs(q, k, v, block_m, block_n, scale, causal)
     seqlen_q, seqlen_k, head_dim_v = q.shape[0], k.shape[0], v.shape[1]
     out = np.empty_like(q, shape=(seqlen_q, head_dim_v))
     l = np.empty_like(q, shape=(seqlen_q,), dtype=dtype)
     m = np.empty_like(q, shape=(seqlen_q,), dtype=dtype)
-    sizes = {"block_m": block_m, "block_n": block_n, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "causal": causal}
+    offset = seqlen_k - seqlen_q
     for rows in tiles(seqlen_q, block_m):
         out[rows], l[rows], m[rows] = 0, 0, -np.inf
-    for j, keys in enumerate(tiles(seqlen_k, block_n)):
+    for keys in tiles(seqlen_k, block_n):
         k_j, v_j = k[keys].astype(dtype), v[keys].astype(dtype)
-        for i, rows in enumerate(tiles(seqlen_q, block_m)):
-            kind = tile_kind(i, j, **sizes)
+        for rows in tiles(seqlen_q, block_m):
+            kind = tile_kind(rows, keys, offset, causal)
             if kind == "empty":
                 continue
             s = scale * (q[rows].astype(dtype) @ k_j.T)
             if kind == "diagonal":
-                s = np.where(visible(rows, keys, seqlen_k - seqlen_q), s, -np.inf)
+                s = np.where(visible(rows, keys, offset), s, -np.inf)
             l_i = l[rows]
             before = State(m[rows], l_i, l_i[:, None] * out[rows].astype(dtype))
             after = merge(before, state_of(s, v_j))
@@ -190,6 +198,7 @@ def naive(q, k, v, *, block_m, block_n, scale=None):
 
 def windowed(q, k, v, width):
     """Compute attention where query i sees only the `width` keys nearest to i (not causal)."""
+    _check_kept(width=width)
     s = q @ k.T / np.sqrt(q.shape[1])
     distance = np.abs(np.arange(len(k)) - np.arange(len(q))[:, None])
     # The key on the left comes first where two are equally far.
@@ -199,13 +208,15 @@ def windowed(q, k, v, width):
 
 def top_k(q, k, v, count):
     """Compute sparse attention: each query keeps its `count` largest scores, chosen after all were computed."""
+    _check_kept(count=count)
     s = q @ k.T / np.sqrt(q.shape[1])
     return _softmax(_keep(s, np.argsort(-s, axis=1, kind="stable")[:, :count])) @ v
 
 
 def low_rank(q, k, v, rank):
-    """Compute attention with the nearest matrix to P of this rank: the best that any low-rank method can hope for."""
-    u, sizes, w = np.linalg.svd(_softmax(q @ k.T / np.sqrt(q.shape[1])))
+    """Compute attention with the matrix of this rank that is nearest to P, found after all of P was computed."""
+    _check_kept(rank=rank)
+    u, sizes, w = np.linalg.svd(_softmax(q @ k.T / np.sqrt(q.shape[1])), full_matrices=False)
     return (u[:, :rank] * sizes[:rank]) @ (w[:rank] @ v)
 
 
@@ -213,6 +224,12 @@ def linear(q, k, v):
     """Compute linear attention: exp(q·k) is replaced by phi(q)·phi(k) with phi(x) = elu(x) + 1."""
     phi_q, phi_k = (np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))) for x in (q, k))
     return phi_q @ (phi_k.T @ v) / (phi_q @ phi_k.sum(axis=0))[:, None]
+
+
+def _check_kept(**kept):
+    for name, number in kept.items():
+        if not isinstance(number, numbers.Integral) or isinstance(number, bool) or number < 1:
+            raise ValueError(f"{name} must be a whole number, 1 or more, got {number!r}")
 
 
 def _softmax(s):

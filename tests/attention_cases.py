@@ -16,8 +16,9 @@ TENSORS = ("out", "lse", "dq", "dk", "dv")
 def tensor(shape, dtype, layout="contiguous", seed=0, std=1.0, place=DEVICE):
     """Return random data of (batch, nheads, seqlen, head_dim) in a buffer whose every other element is NaN.
 
-    Layouts: "contiguous"; "transposed", from (batch, seqlen, nheads, head_dim); "sliced", a part of every axis of a larger buffer;
-    "strided", every second column; "turned", head_dim first in memory; "expanded", one head shown as all (stride 0).
+    Layouts: "contiguous"; "transposed", from (batch, seqlen, nheads, head_dim); "sliced", a part of every axis of a
+        larger buffer; "strided", every second column; "turned", head_dim first in memory; "expanded", one head shown
+        as all (stride 0).
     """
     b, h, s, d = shape
     generator = torch.Generator(place).manual_seed(1000 * seed + 100 * b + 10 * h + s + d)
@@ -52,7 +53,7 @@ def poisoned():
 
 
 def plain_attention(q, k, v, seen, scale):
-    """Compute attention as plain PyTorch does, matmul, softmax, matmul, each rounded to the dtype; returns (out, lse)."""
+    """Compute (out, lse) as plain PyTorch does: matmul, softmax, matmul, each rounded to the dtype."""
     s = (q @ k.transpose(-1, -2)) * scale
     s = s.masked_fill(~seen, -math.inf)
     some = seen.any(-1, keepdim=True)
@@ -77,7 +78,9 @@ def seen_by(seqlen_q, seqlen_k, causal, mask=None, place=DEVICE):
     return seen if mask is None else seen & mask
 
 
-def check(q, k, v, *, causal=False, scale=None, dense=None, bias=None, backward=True, layout_dout="contiguous", **hooks):
+def check(
+    q, k, v, *, causal=False, scale=None, dense=None, bias=None, backward=True, layout_dout="contiguous", **hooks
+):
     """Run flash_attention against the float64 oracle and hold every tensor's error against plain PyTorch's.
 
     Args:

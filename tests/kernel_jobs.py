@@ -15,18 +15,18 @@ NAMES = {
 
 
 def job(kernel, dtype, head_dim, causal, capability, tile=None, descriptors=None):
-    """Return one job: `kernel` is "forward", "dkdv" or "dq", `dtype` "fp16", "bf16" or "fp32"; the tile is the table's."""
+    """Return a job: `kernel` "forward", "dkdv" or "dq", `dtype` "fp16", "bf16" or "fp32"; the tile from the table."""
     itemsize = 4 if dtype == "fp32" else 2
     columns = tiles.padded(head_dim)
     tile = tiles.tile_for(kernel, capability, itemsize, columns, causal) if tile is None else tile
     descriptors = capability >= 90 if descriptors is None else descriptors
     tensors, loaded, strides = (names.split() for names in NAMES[kernel])
     rows = tile.block_m if kernel == "dkdv" else tile.block_n
-    signature = {name: f"*{dtype}" for name in tensors}
+    signature = dict.fromkeys(tensors, f"*{dtype}")
     if descriptors:
-        signature |= {name: f"tensordesc<{dtype}[1,1,{rows},{columns}]>" for name in loaded}
+        signature |= dict.fromkeys(loaded, f"tensordesc<{dtype}[1,1,{rows},{columns}]>")
     signature |= {"lse_ptr": "*fp32"} | ({"delta_ptr": "*fp32"} if kernel != "forward" else {})
-    signature |= {name: STRIDES for name in strides}
+    signature |= dict.fromkeys(strides, STRIDES)
     signature |= {"aux": [], "score_aux": [], "nheads": "i32", "seqlen_q": "i32", "seqlen_k": "i32"}
     signature |= {"scale": "fp32", "qk_scale": "fp32"}
     constants = {

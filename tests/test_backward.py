@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attention_cases import DEVICE, ON_GPU, check, error, tensor
-from test_forward import DTYPES, LAYOUTS, qkv
+from test_forward import DTYPES, FEW_ROWS, LAYOUTS, qkv
 
 from flashlib import reference, tiles
 from flashlib.forward import flash_attention
@@ -11,20 +11,19 @@ from flashlib.forward import flash_attention
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("shape", [(1, 2, 70, 70, 64), (2, 2, 33, 97, 40, 24), (1, 2, 97, 33, 16, 32)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 70, 70, 64), (1, 2, 33, 97, 40, 24), (1, 1, 97, 33, 16, 32)], ids=str)
 def test_matches_the_oracle(shape, causal, dtype):
     check(*qkv(*shape, dtype=dtype), causal=causal)
 
 
-@pytest.mark.parametrize("shape", [(16, 4, 1, 65, 32), (32, 2, 5, 3, 16)], ids=str)
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_few_rows(shape, causal):
-    check(*qkv(*shape), causal=causal)
+@pytest.mark.parametrize(("shape", "causal", "dtype"), FEW_ROWS, ids=str)
+def test_a_few_rows(shape, causal, dtype):
+    check(*qkv(*shape, dtype=dtype), causal=causal)
 
 
 @pytest.mark.parametrize("head_dim", range(16, 257, 8))
 def test_every_head_dim(head_dim):
-    check(*qkv(1, 1, 20, 36, head_dim), causal=True)
+    check(*qkv(1, 1, 20, 30, head_dim), causal=True)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, -0.5])
@@ -35,7 +34,7 @@ def test_scale_is_honoured(scale):
 @pytest.mark.parametrize("shift", range(6))
 def test_any_layout(shift):
     layouts = LAYOUTS[shift:] + LAYOUTS[:shift]
-    check(*qkv(2, 3, 37, 45, 24, layouts=layouts[:3]), causal=True, layout_dout=layouts[3])
+    check(*qkv(1, 2, 37, 45, 24, layouts=layouts[:3]), causal=True, layout_dout=layouts[3])
 
 
 @pytest.mark.parametrize("tile", [(16, 64, 4, 1), (64, 16, 4, 1), (32, 16, 4, 1)])
@@ -46,8 +45,8 @@ def test_tiles_need_not_be_square(tile, monkeypatch):
 
 
 def test_descriptors_give_the_same_bits_as_pointers(monkeypatch):
-    inputs = [x.requires_grad_() for x in qkv(2, 2, 50, 70, 40, 24, layouts=("contiguous", "sliced", "transposed"))]
-    dout = tensor((2, 2, 50, 24), torch.float32)
+    inputs = [x.requires_grad_() for x in qkv(1, 2, 50, 70, 40, 16, layouts=("contiguous", "sliced", "transposed"))]
+    dout = tensor((1, 2, 50, 16), torch.float32)
     pointers = torch.autograd.grad(flash_attention(*inputs, causal=True), inputs, dout)
     monkeypatch.setattr(tiles, "DESCRIPTOR_FROM", 0)
     if not ON_GPU:
@@ -144,9 +143,7 @@ def test_opcheck():
     options = (True, 0.25, "", "", 0, [])
     torch.library.opcheck(torch.ops.flashlib.forward.default, (q, k, v, *options))
     out, lse = torch.ops.flashlib.forward(q, k, v, *options)
-    torch.library.opcheck(
-        torch.ops.flashlib.backward.default, (q, k, v, out, lse, out, None, True, True, *options)
-    )
+    torch.library.opcheck(torch.ops.flashlib.backward.default, (q, k, v, out, lse, out, None, True, True, *options))
 
 
 def test_no_graph_is_kept_without_grad():
@@ -155,4 +152,4 @@ def test_no_graph_is_kept_without_grad():
     with torch.no_grad():
         assert flash_attention(q, k, v).grad_fn is None
     assert flash_attention(q.detach(), k, v).grad_fn is None
-    assert DEVICE == flash_attention(q, k, v).device.type
+    assert flash_attention(q, k, v).device.type == DEVICE

@@ -29,6 +29,13 @@ def test_other_right_answers_are_accepted(exercise):
         assert verdict.status == "right", verdict.message
 
 
+@pytest.mark.parametrize("kind", [tuple, list, np.array])
+def test_numbers_may_come_in_a_tuple_a_list_or_an_array(kind):
+    assert check.diagnose("04.1", kind([4, 12, 4])).status == "right"
+    assert "order of the three" in check.diagnose("04.1", kind([12, 4, 4])).message
+    assert "got 2" in check.diagnose("04.1", kind([4, 12])).message
+
+
 @pytest.mark.parametrize(("exercise", "wrong"), WRONG, ids=[f"{e.id}: {w.says[:40]}" for e, w in WRONG])
 def test_known_mistake_is_named(exercise, wrong):
     verdict = check.diagnose(exercise.id, exercise.build(exercise.source_of(wrong), "wrong"))

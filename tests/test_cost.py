@@ -65,6 +65,23 @@ def test_flops_are_counted_one_by_one():
     assert sum(x.flops for x in passes if x.name in ("qk", "pv")) == by_hand
 
 
+def test_operations_of_the_passes_that_are_no_product():
+    # A softmax compares, subtracts, takes an exponential, adds and divides; dropout compares and multiplies.
+    by_hand = {"mask": 1, "softmax": 5, "dropout": 2}
+    passes = cost.naive_passes(6, 7, 3, batch=2, nheads=5, mask=True, dropout=True)
+    assert {x.name: x.flops for x in passes if x.name in by_hand} == {k: v * 2 * 5 * 6 * 7 for k, v in by_hand.items()}
+    assert all(x.intensity == x.flops / (x.read_bytes + x.written_bytes) for x in passes)
+
+
+def test_numpy_ints_do_not_overflow():
+    n, d = np.int32(2**17), np.int32(128)
+    assert cost.naive_flops(n, n, d) == 4 * 2**17 * 2**17 * 128
+    assert sum(x.moved_bytes for x in cost.naive_passes(n, n, d)) == (4 * 2**34 + 4 * 2**17 * 128) * 2
+    assert cost.compulsory_bytes(n, n, d, batch=n) == 4 * 2**17 * 2**17 * 128 * 2
+    assert cost.naive_extra_bytes(n, n) == 4 * 2**34
+    assert cost.flash_extra_bytes(n, batch=n) == 4 * 2**34
+
+
 def test_conventions():
     full = cost.flash_flops(128, 256, 64, batch=2, nheads=4)
     assert full == cost.naive_flops(128, 256, 64, batch=2, nheads=4) == 4 * 2 * 4 * 128 * 256 * 64
@@ -113,10 +130,12 @@ def test_roofline(name):
 
 def test_gpus_are_plausible():
     assert list(cost.GPUS) == ["T4", "A100", "RTX 4090", "H100", "H200", "B200"]
-    for gpu in cost.GPUS.values():
+    for key, gpu in cost.GPUS.items():
         assert gpu.shared_kib_block <= gpu.shared_kib_sm
+        assert gpu.shared_kib_block == {"T4": 64, "A100": 163, "RTX 4090": 99}.get(key, 227)
         # On-chip memory is at least a hundred times smaller than the GPU's own.
         assert gpu.shared_bytes * 100 < gpu.capacity_gb * 1e9
+        assert gpu.shared_bytes == gpu.sms * gpu.shared_kib_sm * 1024
         assert gpu.source.startswith("NVIDIA")
         assert (gpu.dtype == "fp16") == (gpu.name == "T4 16GB")
 
@@ -144,9 +163,18 @@ def test_bad_roofline_input_is_refused():
         cost.roofline("T4", [1, -1])
     with pytest.raises(ValueError, match="intensity must be at least 0"):
         cost.roofline("T4", float("nan"))
-    with pytest.raises(ValueError, match="flops must be at least 0, got -1"):
+    for bad in ("a", [1, "b"], 1j):
+        with pytest.raises(ValueError, match="intensity must be a number or an array of numbers"):
+            cost.roofline("T4", bad)
+    for bad in (None, ["T4"], {}):
+        with pytest.raises(ValueError, match="gpu must be a Gpu or one of"):
+            cost.roofline(bad, 1)
+    for bad in ("1", None, np.array([1, 2])):
+        with pytest.raises(ValueError, match="flops must be a number of at least 0"):
+            cost.bound_ms("T4", bad, 1)
+    with pytest.raises(ValueError, match="flops must be a number of at least 0, got -1"):
         cost.bound_ms("T4", -1, 1)
-    with pytest.raises(ValueError, match="moved_bytes must be at least 0"):
+    with pytest.raises(ValueError, match="moved_bytes must be a number of at least 0"):
         cost.bound_ms("T4", 1, float("nan"))
 
 
@@ -222,3 +250,31 @@ def test_the_recorded_numbers_are_those_of_a_real_run():
     assert max(row["tflops"] or 0 for row in rows) < cost.GPUS["H200"].peak_tflops
     ceiling = {row["impl"]: row for row in rows}
     assert ceiling["ceiling_copy"]["gb_per_s"] < cost.GPUS["H200"].bandwidth_gb_s
+
+
+def test_what_chapter_02_says_about_the_recorded_run_holds():
+    rows = {(row["impl"], row["seqlen_q"], row["head_dim"]): row for row in bench.read_results("cost")}
+    gpu, n = cost.GPUS["H200"], 4096
+
+    def missed(impl, d, flops, moved_bytes):
+        return rows[impl, n, d]["ms_p50"] / cost.bound_ms(gpu, flops, moved_bytes)
+
+    for d in (64, 128):
+        passes = {x.name: x for x in cost.naive_passes(n, n, d, batch=4, nheads=2048 // d, mask=True, dropout=True)}
+        passes["scale"] = passes["mask"]
+        factors = {name: missed(f"pass_{name}", d, x.flops, x.moved_bytes) for name, x in passes.items()}
+        assert 1.1 < factors["scale"] <= 1.12
+        assert max(factors["qk"], factors["pv"]) <= 1.45
+        assert max(factors, key=factors.get) == "mask"
+        assert 4.35 < factors["mask"] < 4.45
+        assert round(factors["dropout"], 1) == 1.9
+    flops = cost.naive_flops(n, n, 64, batch=4, nheads=32)
+    plain = cost.naive_passes(n, n, 64, batch=4, nheads=32)
+    bound = sum(cost.bound_ms(gpu, x.flops, x.moved_bytes) for x in plain)
+    assert round(rows["naive", n, 64]["ms_p50"] / rows["fa2", n, 64]["ms_p50"]) == 5
+    assert round(rows["naive", n, 64]["ms_p50"] / bound, 1) == 2.6
+    assert round(missed("fa2", 64, flops, 0), 1) == 3.2
+    assert round(rows["fa2", n, 64]["ms_p50"], 1) == 1.8
+    assert round(rows["fa2", n, 64]["tflops"]) == 306
+    assert round(rows["naive", 16384, 64]["peak_bytes"] / 1e9) == 34
+    assert round(rows["naive_mask_dropout", 16384, 64]["peak_bytes"] / 1e9) == 60

@@ -1,4 +1,4 @@
-"""What only a GPU can show: all dtypes and head_dims, large shapes, 64-bit offsets, memory, graphs, devices. `make gpu-test`."""
+"""What only a GPU shows: all dtypes and head_dims, large shapes, 64-bit offsets, memory, graphs, devices."""
 
 import itertools
 import math
@@ -34,11 +34,14 @@ def test_head_dims_that_differ(dtype, shape):
         check(*qkv(2, 2, *lengths, *shape, dtype=dtype), causal=causal)
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.data())
-def test_fuzz(data):
+@pytest.mark.parametrize("part", range(10))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_fuzz(part, data):
     draw = data.draw
-    head_dim, head_dim_v = (8 * draw(st.integers(2, 16)) for _ in range(2))
+    # Few head_dims, since each pair is a compilation; test_matrix has the others.
+    head_dim = (16, 40, 64, 72, 128)[part % 5]
+    head_dim_v = head_dim if part < 5 else draw(st.sampled_from([24, 64, 104]))
     layouts = [draw(st.sampled_from(LAYOUTS)) for _ in range(4)]
     seqlen_q, seqlen_k = draw(st.integers(1, 700)), draw(st.integers(0, 700))
     dtype, causal = draw(st.sampled_from(DTYPES)), draw(st.booleans())
@@ -68,7 +71,7 @@ def test_offsets_past_32_bits(layout):
         # head_dim is the axis with the large stride: 16 columns of 2**27 + 64 rows, of which the last are used.
         whole = [torch.randn(16, 2**27 + 64, device="cuda", dtype=torch.float16) for _ in range(3)]
         q, k, v = (x.T[None, None, -300:] for x in whole)
-        assert tiles.wide(q, k, v)
+        assert tiles.wide(q.stride()[2:])
     else:
         whole = [torch.randn(shape, device="cuda", dtype=torch.float16) for _ in range(3)]
         q, k, v = (x[:, :, -300:, -64:] for x in whole)
@@ -134,13 +137,14 @@ def test_a_device_that_is_not_the_current_one():
     q, k, v = (x.to("cuda:1").requires_grad_() for x in qkv(1, 2, 600, 600, 64, dtype=torch.bfloat16))
     out = flash_attention(q, k, v)
     torch.autograd.grad(out.sum(), (q, k, v))
-    assert out.device.index == 1 and torch.cuda.current_device() == 0
+    assert out.device.index == 1
+    assert torch.cuda.current_device() == 0
 
 
 def test_float64_is_refused():
     x = torch.zeros(1, 1, 8, 16, device="cuda", dtype=torch.float64)
     before = torch.cuda.memory_allocated()
-    with pytest.raises(ValueError, match="q must have dtype float16, bfloat16 or float32 on a GPU, got torch.float64"):
+    with pytest.raises(ValueError, match=r"q must have dtype .* on a GPU, got torch.float64"):
         flash_attention(x, x, x)
     assert torch.cuda.memory_allocated() == before
 

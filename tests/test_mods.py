@@ -74,9 +74,9 @@ def dense_window(seqlen_q, seqlen_k):
 
 
 @pytest.mark.parametrize("bounds", [None, Bounds(window_keys, window_queries)], ids=["every-tile", "bounds"])
-@pytest.mark.parametrize("lengths", [(100, 100), (70, 130), (130, 70)])
+@pytest.mark.parametrize("lengths", [(90, 90), (50, 100), (100, 50)])
 def test_window(bounds, lengths):
-    check(*qkv(1, 2, *lengths, 16), mask=Mask(window, bounds), dense=dense_window(*lengths))
+    check(*qkv(1, 1, *lengths, 16), mask=Mask(window, bounds), dense=dense_window(*lengths))
 
 
 def test_bounds_change_no_bit():
@@ -86,10 +86,10 @@ def test_bounds_change_no_bit():
 
 
 def test_bounds_skip_tiles():
-    q, k, v = qkv(1, 1, 96, 96, 16)
-    v[:, :, :32] = float("nan")
+    q, k, v = qkv(1, 1, 512, 512, 16)
+    v[:, :, :128] = float("nan")
     out = flash_attention(q, k, v, mask=Mask(window, Bounds(window_keys, window_queries)))
-    assert out[:, :, 64:].isfinite().all()
+    assert out[:, :, 384:].isfinite().all()
 
 
 def test_a_mask_and_causal_are_anded():
@@ -118,7 +118,8 @@ def test_a_score_that_reads_aux(causal):
 def test_a_score_with_a_gradient(causal):
     q, k, v = (x.requires_grad_() for x in qkv(1, 2, 50, 70, 16))
     dout = torch.randn(1, 2, 50, 16, device=DEVICE)
-    got = torch.autograd.grad(flash_attention(q, k, v, causal=causal, score=Score(squash, squash_grad)), (q, k, v), dout)
+    out = flash_attention(q, k, v, causal=causal, score=Score(squash, squash_grad))
+    got = torch.autograd.grad(out, (q, k, v), dout)
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     s = exact[0] @ exact[1].transpose(-1, -2) / 4
     s = s / (1 + s.abs())

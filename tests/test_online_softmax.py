@@ -181,6 +181,18 @@ def test_any_reference_gives_the_same_output(s, reference):
     np.testing.assert_allclose(finish(merge(other, more)), finish(merge(state_of(s, v), more)), rtol=1e-13)
 
 
+def test_a_chain_goes_from_left_to_right_and_a_tree_in_pairs():
+    rng = np.random.default_rng(0)
+    a, b, c, d, e = (state_of(rng.normal(size=(99, 1)), rng.normal(size=(1, 2))) for _ in range(5))
+    for got, want in [
+        (chain([a, b, c, d, e]), merge(merge(merge(merge(a, b), c), d), e)),
+        (tree([a, b, c, d, e]), merge(merge(merge(a, b), merge(c, d)), e)),
+        (tree([a, b, c]), merge(merge(a, b), c)),
+        (tree([a]), a),
+    ]:
+        assert all(np.array_equal(x, y) for x, y in zip(got, want, strict=True))
+
+
 # --- the edges -----------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +250,12 @@ def test_dtypes():
         assert lse.dtype == out.dtype == want
 
 
+def test_a_state_of_plain_numbers_merges():
+    both = merge(State(2.0, 1, [3.0]), State(2, 1.0, np.array([5.0])))
+    assert both == (2, 2, [8])
+    assert finish(both) == 4
+
+
 def test_leading_axes():
     rng = np.random.default_rng(1)
     s, v = rng.normal(size=(2, 3, 5, 7)), rng.normal(size=(2, 3, 7, 4))
@@ -278,6 +296,21 @@ def test_value_errors_name_the_argument():
         ("b must have the head_dim", lambda: merge(a, identity(2))),
         ("b must have rows", lambda: merge(rows, state_of(np.zeros((2, 2)), V[:2]))),
         ("out must", lambda: merge_lse(np.zeros(3), np.zeros(3), np.zeros(3), np.zeros((3, 1)))),
+        ("a must be a State, got tuple", lambda: merge((1.0, 1.0, np.ones(1)), a)),
+        ("b must be a State, got NoneType", lambda: merge(a, None)),
+        (r"b must have m and l of shape .*, got \(3,\), \(3,\), \(2, 1\)", lambda: merge(a, rows._replace(acc=V[:2]))),
+        (r"a must have m and l of shape .*, got \(\), \(\), \(\)", lambda: merge(State(1.0, 1.0, 1.0), a)),
+        ("lse must hold real numbers", lambda: merge_lse("a", np.zeros(1), 0.0, np.zeros(1))),
+        ("out must hold real numbers", lambda: merge_lse(0.0, np.zeros(1), 0.0, ["a"])),
+        ("head_dim must", lambda: identity(-1)),
+        ("head_dim must", lambda: identity(1.5)),
+        ("dtype must", lambda: identity(1, dtype=np.int64)),
+        ("s must hold at least one", lambda: osm.three_passes([], [])),
+        ("s must hold at least one", lambda: osm.two_passes([], [])),
+        ("s must hold at least one", lambda: osm.one_pass([], [])),
+        ("v must hold one value a score, 2, got 1", lambda: osm.three_passes([1, 2], [1])),
+        ("v must hold one value a score, 2, got 3", lambda: osm.two_passes([1, 2], [1, 2, 3])),
+        ("v must hold one value a score, 2, got 1", lambda: osm.one_pass([1, 2], [1])),
         ("states must", lambda: chain([])),
         ("states must", lambda: tree(iter(()))),
     ]:
@@ -312,6 +345,11 @@ def test_merge_lse_holds_where_the_plain_formula_overflows():
     want_out, want_lse = oracle(s, V[:2])
     np.testing.assert_allclose(out, want_out, rtol=1e-12)
     np.testing.assert_allclose(lse, want_lse, rtol=1e-15)
+
+
+def test_from_lse_gives_the_identity_where_there_was_no_key():
+    for got, want in zip(osm.from_lse([-INF, 3.0], [[np.nan], [7.0]]), ([-INF, 3], [0, 1], [[0], [7]]), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_merge_lse_ignores_what_an_empty_row_holds():

@@ -5,12 +5,15 @@ import html.parser
 import os
 import re
 import shutil
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import flashlib
 from flashlib import tiling
-from flashlib.player import MAX_STEPS, Player, _number, player
+from flashlib.player import MAX_STEPS, Player, _number, _short, player
 
 FLAGS = [
     "--headless",
@@ -122,6 +125,17 @@ def test_numbers_are_short_texts(x, text):
     assert _number(x) == text
 
 
+def test_tiles_show_no_negative_zero():
+    assert [_short(x) for x in (-0.001, -0.0, 0.125, -1234.5, np.nan)] == ["0.00", "0", "0.12", "-1e+03", "nan"]
+
+
+def test_style_and_script_are_installed_with_the_package():
+    folder = Path(flashlib.__file__).parent
+    files = {path.name for path in folder.iterdir() if path.is_file() and path.suffix != ".py"}
+    settings = tomllib.loads((folder.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    assert files == {"player.css", "player.js"} == set(settings["tool"]["setuptools"]["package-data"]["flashlib"])
+
+
 @pytest.mark.parametrize("row", [-1, 6, 1.5, "0", True, np.float64(1)])
 def test_row_must_be_a_row_of_q(row):
     with pytest.raises(ValueError, match=r"row must be an integer from 0 to 5, got"):
@@ -198,7 +212,15 @@ def shown(page, index=0):
           const score = [...root.querySelectorAll('[data-fp="score"] rect.fp-cell title')].map(t => t.textContent);
           const seen = Object.fromEntries(["m", "l", "acc", "bytes", "count", "status", "note"].map(n => [n, text(n)]));
           const before = [...root.querySelectorAll(".fp-state tbody tr")].map(r => r.children[1].textContent);
-          return {...seen, score, before, row: root.querySelector("select").selectedOptions[0].textContent};
+          const labels = [...root.querySelectorAll('[data-fp="score"] text.fp-soft')].map(t => t.textContent);
+          const inputs = [...root.querySelectorAll(".fp-three > div")].map(box => [
+            box.firstChild.textContent, [...box.querySelectorAll("rect.fp-cell title")].map(t => t.textContent)]);
+          const lit = root.querySelectorAll('[data-step][fill-opacity="1"]').length;
+          const strips = [...root.querySelectorAll(".fp-strip")].map(
+            e => ["fp-on", "fp-done"].filter(name => e.classList.contains(name)).join());
+          const meter = parseFloat(root.querySelector(".fp-meter div").style.width);
+          const row = root.querySelector("select").selectedOptions[0].textContent;
+          return {...seen, score, before, labels, inputs, lit, strips, meter, row};
         }""",
         index,
     )
@@ -226,12 +248,48 @@ def assert_shows(seen, trace, k, offset):
     else:
         scores = [float(text) for text in seen["score"]]
         np.testing.assert_allclose(scores, np.ravel(step.s), atol=0.00501)
+        labels = [*range(*step.rows), *range(*step.keys)]
+        assert sorted(seen["labels"]) == sorted(str(label) for label in labels)
+    assert_notes(seen, trace, k, row)
+    assert_pictures(seen, trace, k)
+
+
+def assert_notes(seen, trace, k, row):
+    step = trace.steps[k]
+    earlier = [other.m[row] for other in trace.steps[:k] if other.i == step.i]
+    if step.kind == "empty":
+        assert "The state stays as it was" in seen["note"]
+    elif np.isfinite(step.m[row]):
+        alpha = np.exp((earlier or [-np.inf])[-1] - step.m[row])
+        assert f"= {_number(alpha)} rescales" in seen["note"]
+        assert (
+            f"p = exp(s − m after) = {', '.join(_short(np.exp(x - step.m[row])) for x in step.s[row])}." in seen["note"]
+        )
     if k + 1 == len(trace.steps) or trace.steps[k + 1].i != step.i:
         if np.isneginf(trace.lse[int(seen["row"])]):
             assert "out = 0, lse = -inf" in seen["note"]
         else:
             assert ", ".join(_number(x) for x in trace.out[int(seen["row"])]) in seen["note"]
             assert _number(trace.lse[int(seen["row"])]) in seen["note"]
+
+
+def assert_pictures(seen, trace, k):
+    step = trace.steps[k]
+    loaded = step.kind != "empty"
+    tiles_i, tiles_j = (1 + max(getattr(other, name) for other in trace.steps) for name in "ij")
+    done = [i for i in range(tiles_i) if k >= max(n for n, other in enumerate(trace.steps) if other.i == i)]
+    assert seen["lit"] == k + 1
+    assert seen["strips"] == (
+        ["fp-on" if loaded and j == step.j else "" for j in range(tiles_j)]
+        + ["fp-on" if i == step.i else "" for i in range(tiles_i)]
+        + ["fp-done" if i in done else "" for i in range(tiles_i)]
+    )
+    assert seen["meter"] == pytest.approx(100 * step.bytes_so_far / trace.steps[-1].bytes_so_far, abs=0.01)
+    for (title, numbers), name in zip(seen["inputs"], "qkv", strict=True):
+        span = step.rows if name == "q" else step.keys
+        array = getattr(trace, name)[slice(*span)] if loaded or name == "q" else np.empty(0)
+        assert numbers == [_short(x) for x in np.ravel(array)]
+        assert title.startswith(f"{name.upper()} tile: ")
 
 
 @pytest.mark.parametrize(
@@ -270,11 +328,39 @@ def test_keys_buttons_and_slider_step(open_page):
     page.get_by_label("First step").click()
     page.locator('[data-step="7"]').click()
     assert_shows(shown(page), trace, 7, 0)
-    page.get_by_label("Watched row").select_option("1")
+    page.get_by_label("State of row").select_option("1")
     assert_shows(shown(page), trace, 7, 1)
     page.locator('[data-row="0"]').click()
     assert_shows(shown(page), trace, 7, 0)
     assert page.get_by_role("status").get_attribute("aria-live") == "polite"
+
+
+def test_every_control_has_a_name(open_page):
+    page = open_page(page_of(player(make_trace()).html()))
+    names = page.evaluate(
+        """() => [...document.querySelectorAll("button, input, select, svg[role=img]")].map(
+             e => e.getAttribute("aria-label") || e.textContent)"""
+    )
+    assert len(names) == 12
+    assert all(name.strip() for name in names)
+
+
+def test_the_wide_table_keeps_its_own_keys(open_page):
+    trace = make_trace()
+    page = open_page(page_of(player(trace).html()), width=390)
+    page.locator(".fp-list").click()
+    page.locator('.fp-static [role="region"]').focus()
+    page.keyboard.press("ArrowRight")
+    assert_shows(shown(page), trace, 0, 0)
+
+
+def test_a_row_whose_scores_are_all_masked_says_so(open_page):
+    # Queries 0 and 1 see no key, query 2 of the same tile does.
+    trace = make_trace(seqlen_q=5, seqlen_k=3, block_m=3, block_n=2)
+    page = open_page(page_of(player(trace).html()))
+    seen = shown(page)
+    assert "All scores of row 0 are masked: its state stays as it was." in seen["note"]
+    assert "alpha" not in seen["note"]
 
 
 def test_play_runs_to_the_end_and_space_stops_it(open_page):
@@ -298,6 +384,7 @@ def test_play_runs_to_the_end_and_space_stops_it(open_page):
     page.keyboard.press("Space")
     page.evaluate("() => { for (let k = 0; k < 20; k++) window.tick(); }")
     assert_shows(shown(page), trace, len(trace.steps) - 1, 0)
+    assert page.get_by_label("Play (space)").count() == 1
     page.keyboard.press("Home")
     page.locator(".fp-play").focus()
     page.keyboard.press("Space")
@@ -347,14 +434,11 @@ def test_text_is_readable_in_light_and_dark(open_page, theme, scheme, dark):
     assert min(contrast(*pair) for pair in pairs) >= 4.5
     assert (luminance(pairs[0][1]) < 0.1) == dark
     # The strongest shade must still carry its number.
-    heat, strength, ink, under = page.evaluate(
-        """() => { const s = getComputedStyle(document.querySelector(".flash-player"));
-                   return ["--heat", "--strength", "--ink", "--bg"].map(n => s.getPropertyValue(n).trim()); }"""
+    shade, ink = page.evaluate(
+        """() => [".fp-cell.fp-written", "svg text:not(.fp-soft)"].map(
+             name => getComputedStyle(document.querySelector(name)).fill)"""
     )
-    parts = [[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in (heat, under, ink)]
-    mixed = [float(strength) * a + (1 - float(strength)) * b for a, b in zip(parts[0], parts[1], strict=True)]
-    as_text = [f"rgb({', '.join(str(round(x)) for x in colour)})" for colour in (mixed, parts[2])]
-    assert contrast(*as_text) >= 4.5
+    assert contrast(shade, ink) >= 4.5
     assert page.evaluate("getComputedStyle(document.querySelector('.fp-meter div')).transitionDuration") == "0s"
 
 

@@ -116,6 +116,17 @@ def test_dtypes_and_rounding(dtype):
         assert np.abs(a - b).max() <= 4 * np.finfo(dtype).eps * np.abs(b).max() + 2e-6 * (dtype != np.float64)
 
 
+def test_float16_is_only_a_way_to_store():
+    q, k, v, dout, _ = arrays(23, 19, 8, 6, dtype=np.float16)
+    options = {"block_m": 4, "block_n": 5, "causal": True}
+    out, lse = tiling.forward(q, k, v, **options, return_lse=True)
+    got = recompute.backward(q, k, v, out, dout, lse, **options)
+    # The same numbers as float32 give the same sums: nothing but the results is rounded to 16 bits.
+    wide = recompute.backward(*(x.astype(np.float32) for x in (q, k, v, out, dout)), lse, **options)
+    for a, b in zip(got, wide, strict=True):
+        np.testing.assert_array_equal(a, b.astype(np.float16))
+
+
 def test_large_scores_do_not_overflow():
     q, k, v, dout, _ = arrays(9, 9)
     for a, b in zip(run(300 * q, k, v, dout), autograd(300 * q, k, v, dout), strict=True):
@@ -174,6 +185,8 @@ BAD = [
     ("block_m", 0, "block_m must be a whole number of rows, 1 or more, got 0"),
     ("block_n", 2.5, "block_n must be a whole number"),
     ("scale", np.nan, "scale must be None or a finite number, got nan"),
+    ("causal", "no", "causal must be True or False, got 'no'"),
+    ("causal", np.array([True, False]), "causal must be True or False, got array"),
 ]
 
 

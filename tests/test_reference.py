@@ -97,6 +97,26 @@ def test_mask_and_bias():
     )
 
 
+def test_a_bias_of_minus_infinity_hides_as_a_mask_does():
+    q, k, v = tensors(4, 6)
+    hidden = np.zeros((4, 6), bool)
+    hidden[1] = True
+    hidden[:, 5] = True
+    k[..., 5, :], v[..., 5, :] = np.nan, np.inf
+    by_bias = attention(q, k, v, bias=np.where(hidden, -np.inf, 0.0), return_lse=True)
+    by_mask = attention(q, k, v, mask=~hidden, return_lse=True)
+    for a, b in zip(by_bias, by_mask, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert (by_bias[0][..., 1, :] == 0).all()
+    assert (by_bias[1][..., 1] == -np.inf).all()
+
+
+@pytest.mark.filterwarnings("error")
+def test_read_only_arrays_are_read_without_a_warning():
+    q, k, v = (np.broadcast_to(x[:1], (2, *x.shape[1:])) for x in tensors(4, 6))
+    np.testing.assert_array_equal(attention(q, k, v)[0], attention(q, k, v)[1])
+
+
 def test_mask_and_bias_broadcast_over_heads():
     q, k, v = tensors(4, 6)
     mask = np.random.default_rng(2).random((3, 1, 6)) < 0.5
@@ -132,6 +152,11 @@ def grads_of(q, k, v, weight_out, weight_lse, **options):
     lse = torch.where(lse.isinf(), 0.0, lse)
     ((out * torch.tensor(weight_out)).sum() + (lse * torch.tensor(weight_lse)).sum()).backward()
     return [leaf.grad.numpy() for leaf in leaves]
+
+
+def test_a_window_may_be_wider_than_any_integer_of_64_bits():
+    q, k, v = tensors(4, 6)
+    np.testing.assert_array_equal(attention(q, k, v, window=(10**30, 10**30)), attention(q, k, v))
 
 
 def test_a_row_without_a_key_is_zero_with_lse_minus_infinity_and_no_gradient():
@@ -300,6 +325,13 @@ def test_naive_in_numpy_and_torch_equals_the_oracle(scale):
     np.testing.assert_allclose(as_torch.numpy(), want, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("kind", [np.asarray, torch.tensor])
+def test_naive_does_not_overflow(kind):
+    # Scores up to 3000 in float32, whose exponential overflows from 89 on.
+    q = np.linspace(-50, 50, 20, dtype=np.float32).reshape(5, 4)
+    assert np.isfinite(np.asarray(naive_attention(kind(q), kind(q), kind(q)))).all()
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_naive_keeps_the_dtype(dtype):
     q, k, v = tensors(4, 6, dtype=dtype)
@@ -333,6 +365,11 @@ BAD = {
     "window right must be an int of at least 0 or None, got 1.5": (Q, K, V, {"window": (0, 1.5)}),
     "scale must be a finite number or None, got 'x'": (Q, K, V, {"scale": "x"}),
     "scale must be a finite number or None, got nan": (Q, K, V, {"scale": math.nan}),
+    "scale must be a finite number or None, got True": (Q, K, V, {"scale": True}),
+    "scale must be a finite number or None, got np.complex64(1+0j)": (Q, K, V, {"scale": np.complex64(1)}),
+    "scale must be a finite number or None, got 1000": (Q, K, V, {"scale": 10**400}),
+    "causal must be True or False, got 'yes'": (Q, K, V, {"causal": "yes"}),
+    "causal must be True or False, got tensor": (Q, K, V, {"causal": torch.tensor([True, False])}),
     "mask must be a numpy array or a torch tensor, got list": (Q, K, V, {"mask": [True]}),
     "mask must have dtype bool, True where a query sees a key, got float64": (Q, K, V, {"mask": np.ones((4, 6))}),
     "mask must broadcast to (2, 3, 4, 6), got shape (6, 4)": (Q, K, V, {"mask": np.ones((6, 4), bool)}),

@@ -81,14 +81,14 @@ def test_tile_kind_says_what_the_mask_is(seqlen_q, seqlen_k, block_m, block_n, c
     mask = np.ones((seqlen_q, seqlen_k), bool)
     if causal:
         mask = np.tril(mask, seqlen_k - seqlen_q)
-    shape = {"block_m": block_m, "block_n": block_n, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    for i, rows in enumerate(tiling.tiles(seqlen_q, block_m)):
-        for j, keys in enumerate(tiling.tiles(seqlen_k, block_n)):
+    offset = seqlen_k - seqlen_q
+    for rows in tiling.tiles(seqlen_q, block_m):
+        for keys in tiling.tiles(seqlen_k, block_n):
             tile = mask[rows, keys]
             want = "full" if tile.all() else "diagonal" if tile.any() else "empty"
-            assert tiling.tile_kind(i, j, **shape, causal=causal) == want
+            assert tiling.tile_kind(rows, keys, offset, causal) == want
             if causal:
-                np.testing.assert_array_equal(tiling.visible(rows, keys, seqlen_k - seqlen_q), tile)
+                np.testing.assert_array_equal(tiling.visible(rows, keys, offset), tile)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -156,6 +156,7 @@ Q, K, V = arrays(4, 4)
         ({"block_m": 0}, "block_m must be a whole number"),
         ({"block_n": 2.0}, "block_n must be a whole number .* got 2.0"),
         ({"block_n": True}, "block_n must be a whole number"),
+        ({"causal": "no"}, "causal must be True or False, got 'no'"),
         ({"scale": np.nan}, "scale must be None or a finite number, got nan"),
         ({"scale": "1"}, "scale must be None or a finite number, got '1'"),
     ],

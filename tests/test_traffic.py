@@ -60,11 +60,12 @@ def test_metered_forward_gives_the_same_bits():
 
 
 @settings(max_examples=60, deadline=None)
-@given(sizes, sizes, dims, blocks, blocks, st.booleans(), dtypes)
-def test_trace_counts_the_same_bytes(seqlen_q, seqlen_k, d, block_m, block_n, causal, dtype):
+@given(sizes, sizes, dims, dims, blocks, blocks, st.booleans(), dtypes)
+def test_trace_counts_the_same_bytes(seqlen_q, seqlen_k, d, d_v, block_m, block_n, causal, dtype):
     options = {"block_m": block_m, "block_n": block_n, "causal": causal}
-    record = tiling.trace(*arrays(seqlen_q, seqlen_k, d, d, dtype).values(), **options)
-    want = cost.requested_bytes(seqlen_q, seqlen_k, d, **options, itemsize=np.dtype(dtype).itemsize)
+    record = tiling.trace(*arrays(seqlen_q, seqlen_k, d, d_v, dtype).values(), **options)
+    itemsize = np.dtype(dtype).itemsize
+    want = cost.requested_bytes(seqlen_q, seqlen_k, d, **options, itemsize=itemsize, head_dim_v=d_v)
     assert record.steps[-1].bytes_so_far == want["total"]
     visited = sum(step.kind != "empty" for step in record.steps)
     assert cost.visited_tiles(seqlen_q, seqlen_k, **options) == visited
@@ -126,6 +127,8 @@ def test_what_lies_in_hbm_is_only_loaded_and_stored():
         np.empty_like(x)
     with pytest.raises(ValueError, match="x must be a new name"):
         hbm.put(x=np.ones(3))
+    with pytest.raises(ValueError, match="z must be a NumPy array, got list"):
+        hbm.put(z=[1.0])
 
 
 @pytest.mark.parametrize("function", [traffic.forward_keys_outer, traffic.naive])
@@ -135,10 +138,20 @@ def test_bad_input_is_named(function):
         function(x, x, x[:2], block_m=1, block_n=1)
 
 
+@pytest.mark.parametrize("function", [traffic.windowed, traffic.top_k, traffic.low_rank])
+@pytest.mark.parametrize("kept", [0, 2.0, True, None])
+def test_what_is_kept_is_checked(function, kept):
+    x = np.ones((3, 2))
+    with pytest.raises(ValueError, match=f"(width|count|rank) must be a whole number, 1 or more, got {kept}"):
+        function(x, x, x, kept)
+
+
 def test_order_is_checked():
     options = {"block_m": 2, "block_n": 2, "itemsize": 2}
     with pytest.raises(ValueError, match='order must be "i-outer", "j-outer" or "naive", got \'outer\''):
         cost.requested_bytes(4, 4, 2, **options, order="outer")
+    with pytest.raises(ValueError, match="head_dim_v must be an int of at least 1, got 0"):
+        cost.requested_bytes(4, 4, 2, **options, head_dim_v=0)
     with pytest.raises(ValueError, match="causal must be False"):
         cost.requested_bytes(4, 4, 2, **options, order="naive", causal=True)
 
@@ -150,8 +163,16 @@ def test_longest_seqlen_fits_and_one_more_does_not(form, memory):
     longest = cost.longest_seqlen(memory, **options)
     assert longest == 0 if memory == 0 else cost.attention_memory_bytes(longest, **options) <= memory
     assert cost.attention_memory_bytes(longest + 1, **options) > memory
+    # What fills a memory to the last byte fits.
+    assert cost.longest_seqlen(cost.attention_memory_bytes(77, **options), **options) == 77
     with pytest.raises(ValueError, match="form must be"):
         cost.attention_memory_bytes(4, 4, nheads=1, form="fast")
+
+
+@pytest.mark.parametrize("memory", [np.inf, np.nan, "16 GB", None])
+def test_memory_is_checked(memory):
+    with pytest.raises(ValueError, match="memory_bytes must be a finite number, got"):
+        cost.longest_seqlen(memory, 64, nheads=1)
 
 
 def test_other_attention_is_exact_where_it_keeps_everything():
@@ -162,3 +183,31 @@ def test_other_attention_is_exact_where_it_keeps_everything():
         assert np.abs(approximation(q, k, v, 2) - exact).max() > 1e-3
     # With q = 0 every key weighs the same, and phi(0) = 1 says so too.
     np.testing.assert_allclose(traffic.linear(0 * q, 0 * k, v), np.tile(v.mean(axis=0), (12, 1)))
+
+
+def softmax(s):
+    e = np.exp(s - s.max())
+    return e / e.sum()
+
+
+def test_other_attention_keeps_what_it_says():
+    q, k, v = arrays(12, 12, 4, 4, np.float64).values()
+    s = q @ k.T / 2
+    near, large = traffic.windowed(q, k, v, 3), traffic.top_k(q, k, v, 3)
+    for i in range(1, 11):
+        np.testing.assert_allclose(near[i], softmax(s[i, i - 1 : i + 2]) @ v[i - 1 : i + 2])
+        best = np.argsort(s[i])[-3:]
+        np.testing.assert_allclose(large[i], softmax(s[i, best]) @ v[best])
+    # Of equally far keys the left one comes first.
+    np.testing.assert_allclose(traffic.windowed(q, k, v, 2)[5], softmax(s[5, 4:6]) @ v[4:6])
+    # With the identity as v the output is P itself; what is left out are P's smallest singular values.
+    p, kept = traffic.low_rank(q, k, np.eye(12), 12), traffic.low_rank(q, k, np.eye(12), 3)
+    sizes = np.linalg.svd(p, compute_uv=False)
+    assert np.linalg.matrix_rank(kept) == 3
+    np.testing.assert_allclose(np.linalg.norm(p - kept), np.linalg.norm(sizes[3:]))
+    # More queries than keys, more rank than there is: P itself.
+    np.testing.assert_allclose(traffic.low_rank(q, k[:5], np.eye(5), 9).sum(axis=1), np.ones(12))
+    # Linear attention, its weights written out: elu(x) + 1 is x + 1 above 0 and exp(x) below.
+    phi_q, phi_k = (np.array([[x + 1 if x > 0 else np.exp(x) for x in row] for row in rows]) for rows in (q, k))
+    weights = phi_q @ phi_k.T
+    np.testing.assert_allclose(traffic.linear(q, k, v), weights / weights.sum(axis=1, keepdims=True) @ v)

@@ -217,7 +217,7 @@ def _value_verdict(exercise, given):
 
 def _shape_complaint(given, right):
     try:
-        given, right = _flatten(given), _flatten(right)
+        given, right = _flatten(_as_tuple(given, right)), _flatten(right)
     except Exception as error:
         return f"The answer must be numbers: {_brief(error)}"
     if [path for path, _ in given] != [path for path, _ in right]:
@@ -316,7 +316,8 @@ def _compare(result, expected, exercise):
 
 def _same(a, b, exercise):
     if isinstance(a, _Raised) or isinstance(b, _Raised):
-        return isinstance(a, _Raised) and isinstance(b, _Raised) and type(a.error) is type(b.error)
+        # The kind of error alone says little: two ValueErrors may have nothing in common.
+        return isinstance(a, _Raised) and isinstance(b, _Raised) and _brief(a.error) == _brief(b.error)
     if isinstance(a, _Touched) or isinstance(b, _Touched):
         return isinstance(a, _Touched) and isinstance(b, _Touched) and a.position == b.position
     if a is None or b is None:
@@ -333,7 +334,7 @@ def _difference(result, expected, exercise):
         # A plain tuple in the right order is as good as the named one.
         result = type(expected)(*result)
     try:
-        got = _flatten(result)
+        got = _flatten(_as_tuple(result, expected))
     except Exception as error:
         return f"the result cannot be read as numbers ({_brief(error)})"
     want = _flatten(expected)
@@ -351,12 +352,23 @@ def _difference(result, expected, exercise):
     return None
 
 
+def _as_tuple(result, expected):
+    """Return a list or an array as a tuple where a tuple of numbers is expected: the same numbers in the same order."""
+    wanted = type(expected) is tuple and all(isinstance(x, (int, float, np.number)) for x in expected)
+    as_good = isinstance(result, list) or (isinstance(result, np.ndarray) and result.ndim == 1)
+    return tuple(result) if wanted and as_good else result
+
+
 def _number(x):
     return f"{x:.6g}"
 
 
 def _names(parts):
     return "(" + ", ".join(path or "one array" for path, _ in parts) + ")"
+
+
+def _is_row(value):
+    return isinstance(value, list) and all(isinstance(x, (int, float, np.number, np.bool_)) for x in value)
 
 
 def _flatten(value, path=""):
@@ -367,7 +379,8 @@ def _flatten(value, path=""):
         value = value._asdict()
     if isinstance(value, dict):
         return [part for key in value for part in _flatten(value[key], f"{path}.{key}".lstrip("."))]
-    if isinstance(value, list) and all(isinstance(x, (int, float, np.number)) for x in value):
+    if _is_row(value) or (isinstance(value, list) and all(map(_is_row, value)) and len({len(x) for x in value}) == 1):
+        # A list of numbers, or of rows of one length, is as good as an array.
         value = np.array(value)
     if isinstance(value, (tuple, list)):
         return [part for index, item in enumerate(value) for part in _flatten(item, f"{path}[{index}]")]

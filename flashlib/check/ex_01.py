@@ -40,6 +40,7 @@ def softmax_cases():
         Case("3 rows of 5 keys", rng.standard_normal((3, 5))),
         Case("rows of very different size", np.array([[1000.0, 1001.0, 1002.0], [-1000.0, -1001.0, -1002.0]])),
         Case("one key a row", np.array([[3.0], [-7.0]])),
+        Case("one score far above the others", np.array([[0.0, 2000.0, 0.0, 1.0], [1.0, 2.0, 3.0, 4.0]])),
     ]
 
 
@@ -92,6 +93,7 @@ def attention_cases():
         Case("3 queries, 5 keys, head_dim 4", *arrays(3, 5, 4, 2)),
         Case("all sizes equal", *arrays(4, 4, 4, 4)),
         Case("large scores", 4000 * q, k, v),
+        Case("6 queries, 7 keys, head_dim 9", *arrays(6, 7, 9, 3)),
     ]
 
 
@@ -110,6 +112,11 @@ def causal_mask(seqlen_q, seqlen_k):
     j = np.arange(seqlen_k)[None, :]
     return j <= i + seqlen_k - seqlen_q
 '''
+
+CAUSAL_BY_LISTS = """\
+def causal_mask(seqlen_q, seqlen_k):
+    return [[j <= i + seqlen_k - seqlen_q for j in range(seqlen_k)] for i in range(seqlen_q)]
+"""
 
 CAUSAL_BY_TRIL = """\
 def causal_mask(seqlen_q, seqlen_k):
@@ -193,6 +200,13 @@ def masked_attention(s, v, mask):
     return p / p.sum(-1, keepdims=True) @ v
 """
 
+MASKED_NO_MAX = """\
+def masked_attention(s, v, mask):
+    p = np.where(mask, np.exp(s), 0)
+    l = p.sum(-1, keepdims=True)
+    return p / np.where(l == 0, 1, l) @ v
+"""
+
 MASKED_MAX_OF_ALL = """\
 def masked_attention(s, v, mask):
     p = np.where(mask, np.exp(s - s.max(-1, keepdims=True)), 0)
@@ -211,6 +225,7 @@ def masked_cases():
         Case("every row sees a key", rng.standard_normal((3, 4)), rng.standard_normal((4, 2)), some),
         Case("the second row sees no key", rng.standard_normal((3, 4)), rng.standard_normal((4, 2)), none),
         Case("large scores, seen and hidden", far, rng.standard_normal((4, 2)), none),
+        Case("large scores, all seen", far, rng.standard_normal((4, 2)), np.ones((3, 4), bool)),
     ]
 
 
@@ -242,6 +257,18 @@ EXERCISES = [
                 edit=("e.sum(-1, keepdims=True)", "e.sum(-1)"),
             ),
             Wrong(
+                "the row's mean is subtracted, not its maximum: a score far above the mean still overflows",
+                edit=("s.max(-1, keepdims=True)", "s.mean(-1, keepdims=True)"),
+            ),
+            Wrong(
+                "`keepdims=True` is missing in the maximum: row maxima are then subtracted along the columns",
+                edit=("s.max(-1, keepdims=True)", "s.max(-1)"),
+            ),
+            Wrong(
+                "the exponentials are not divided by their sum: no row sums to one",
+                edit=("e / e.sum(-1, keepdims=True)", "e"),
+            ),
+            Wrong(
                 "the maximum of the whole array is subtracted: a row far below it becomes 0 / 0, NaN",
                 edit=("s.max(-1, keepdims=True)", "s.max()"),
             ),
@@ -266,7 +293,14 @@ EXERCISES = [
         also_right=(ATTENTION_BY_ROWS,),
         wrong=(
             Wrong("the scores are not scaled", edit=(" * scale", "")),
-            Wrong("the scale is applied twice", edit=(" * scale", " * scale * scale")),
+            Wrong(
+                "the scores are divided by head_dim itself: its square root is missing, or the scale is applied twice",
+                edit=(" * scale", " * scale * scale"),
+            ),
+            Wrong(
+                "the scores are divided by sqrt(seqlen_q), the number of queries, instead of sqrt(head_dim)",
+                edit=("q.shape[-1]", "q.shape[0]"),
+            ),
             Wrong(
                 "the scores are divided by sqrt(seqlen_k), the number of keys, instead of sqrt(head_dim)",
                 edit=("q.shape[-1]", "k.shape[0]"),
@@ -309,7 +343,7 @@ EXERCISES = [
         stub=CAUSAL_STUB,
         solution=CAUSAL,
         cases=causal_cases,
-        also_right=(CAUSAL_BY_TRIL,),
+        also_right=(CAUSAL_BY_TRIL, CAUSAL_BY_LISTS),
         wrong=(
             Wrong(
                 "the mask is aligned at the top left (j <= i), so that the last query misses the newest keys",
@@ -354,6 +388,10 @@ EXERCISES = [
             Wrong(
                 "the row's maximum is taken over hidden keys too: far below it, all weights that count underflow to 0",
                 source=MASKED_MAX_OF_ALL,
+            ),
+            Wrong(
+                "the row's maximum is not subtracted: large scores overflow, very low ones all become 0",
+                source=MASKED_NO_MAX,
             ),
             Wrong(
                 "the mask is applied after the softmax: the weights that are left do not sum to one",

@@ -38,9 +38,15 @@ def least_ms(flops, moved_bytes, peak_tflops, bandwidth_gb_s):
 """
 
 
+LEAST_WITHOUT_UNITS = """\
+def least_ms(flops, moved_bytes, peak_tflops, bandwidth_gb_s):
+    return max(flops / peak_tflops, moved_bytes / bandwidth_gb_s)
+"""
+
+
 def least_cases():
     return [
-        Case("a kernel that memory limits", 2e6, 8e9, 989.4, 4800.0),
+        Case("a kernel that memory limits", 5e8, 8e9, 989.4, 4800.0),
         Case("a kernel that arithmetic limits", 5e12, 1e9, 989.4, 4800.0),
         Case("a T4", 1e12, 4e9, 65.0, 320.0),
     ]
@@ -79,9 +85,9 @@ def naive_bytes(seqlen_q, seqlen_k, head_dim, itemsize, mask=False, dropout=Fals
 
 def naive_cases():
     return [
-        Case("16 queries, 24 keys", 16, 24, 8, 2),
-        Case("with a mask", 16, 24, 8, 2, True),
-        Case("with a mask and dropout, float32", 16, 24, 8, 4, True, True),
+        Case("16 queries, 40 keys", 16, 40, 8, 2),
+        Case("with a mask", 16, 40, 8, 2, True),
+        Case("with a mask and dropout, float32", 16, 40, 8, 4, True, True),
         Case("with dropout", 24, 16, 8, 2, False, True),
     ]
 
@@ -102,6 +108,10 @@ EXERCISES = [
         wrong=(
             Wrong("the elements are counted, not their bytes", edit=("(read + written) * 2", "read + written")),
             Wrong("the numbers have 4 bytes; 16 bits are 2 bytes", edit=("* 2\n", "* 4\n")),
+            Wrong("bits are counted, not bytes", edit=("* 2\n", "* 16\n")),
+            Wrong("the answer is in MB (10**6 bytes), not in bytes", edit=("* 2\n", "* 2 / 1e6\n")),
+            Wrong("the answer is in MiB (2**20 bytes), not in bytes", edit=("* 2\n", "* 2 / 2**20\n")),
+            Wrong("S is written, but the softmax does not read it back", edit=("+ square + (", "+ (")),
             Wrong("only what is written is counted", edit=("(read + written)", "written")),
             Wrong("only what is read is counted", edit=("(read + written)", "read")),
             Wrong(
@@ -138,6 +148,11 @@ EXERCISES = [
                 edit=("max(compute_s, memory_s)", "(compute_s + memory_s)"),
             ),
             Wrong("the time is in seconds", edit=(" * 1e3", "")),
+            Wrong("the time is in microseconds", edit=(" * 1e3", " * 1e6")),
+            Wrong(
+                "the units are left as they are: TFLOP/s are 10**12 a second, GB/s are 10**9",
+                source=LEAST_WITHOUT_UNITS,
+            ),
             Wrong("only the arithmetic is looked at", edit=("max(compute_s, memory_s)", "compute_s")),
             Wrong("only the bytes are looked at", edit=("max(compute_s, memory_s)", "memory_s")),
             Wrong("GB/s is taken for TB/s: the bandwidth is 1000 times too high", edit=("1e9", "1e12")),
@@ -149,7 +164,8 @@ EXERCISES = [
         level=2,
         task=(
             "Write `naive_bytes(seqlen_q, seqlen_k, head_dim, itemsize, mask, dropout)`: the bytes that all passes of "
-            "the naive form move for one head, with a pass each for mask and dropout where asked. V is as wide as K."
+            "the naive form move for one head, with a pass each for mask and dropout where asked. V is as wide as K. "
+            "The mask itself and the random bits are taken as free."
         ),
         name="naive_bytes",
         stub=NAIVE_STUB,
@@ -164,6 +180,14 @@ EXERCISES = [
             Wrong(
                 "a mask and dropout cost one read only; what they change is written back",
                 edit=("4 + 2 * mask + 2 * dropout", "4 + mask + dropout"),
+            ),
+            Wrong(
+                "mask and dropout together are counted as one pass",
+                edit=("4 + 2 * mask + 2 * dropout", "4 + 2 * (mask or dropout)"),
+            ),
+            Wrong(
+                "all four narrow arrays are counted with seqlen_q; K and V have seqlen_k rows",
+                edit=("2 * seqlen_q + 2 * seqlen_k", "4 * seqlen_q"),
             ),
             Wrong("a mask and dropout are taken as free", edit=("4 + 2 * mask + 2 * dropout", "4")),
             Wrong("S and P are written and never read back", edit=("4 + 2 * mask + 2 * dropout", "2 + mask + dropout")),

@@ -90,6 +90,14 @@ MERGE_SUMS = Exercise(
             "each l is weighted by its share of the maxima, m_a / (m_a + m_b): the weights are exponentials",
             edit=("np.exp(m_a - m) * l_a + np.exp(m_b - m) * l_b", "(m_a * l_a + m_b * l_b) / (m_a + m_b)"),
         ),
+        Wrong(
+            "Python's max or an if is used on arrays with an entry a row: np.maximum and np.where decide row by row",
+            edit=("np.maximum(m_a, m_b)", "max(m_a, m_b)"),
+        ),
+        Wrong(
+            "the pair is returned as (l, m): m comes first",
+            edit=("return m, l", "return l, m"),
+        ),
     ),
     also_right=(
         """def merge_sums(m_a, l_a, m_b, l_b):
@@ -197,6 +205,10 @@ MERGE_STATES = Exercise(
         Wrong(
             "alpha multiplies acc along head_dim instead of along the rows: it needs one more axis, alpha[..., None]",
             edit=("alpha_a[..., None] * a.acc + alpha_b[..., None] * b.acc", "alpha_a * a.acc + alpha_b * b.acc"),
+        ),
+        Wrong(
+            "Python's max or an if is used on arrays with an entry a row: np.maximum and np.where decide row by row",
+            edit=("np.maximum(a.m, b.m)", "max(a.m, b.m)"),
         ),
     ),
     also_right=(

@@ -148,6 +148,21 @@ def update(m_i, l_i, acc, q_i, k_j, v_j, valid, scale):
             "keys past the end of the tile are not masked: padding counts as keys with score 0, leftovers as real keys",
             edit=("    s[:, valid:] = -np.inf\n", ""),
         ),
+        Wrong(
+            "`valid` is 0 and no score is left: the maximum of nothing has no value",
+            source=_UPDATE_ARTICLE.replace("    if valid == 0:\n        return m_i, l_i, acc\n", ""),
+        ),
+        Wrong(
+            "keys past the end are masked only after the maximum was taken: m is not the maximum of the valid keys",
+            edit=(
+                "    s[:, valid:] = -np.inf\n    m_new = np.maximum(m_i, s.max(axis=1))\n",
+                "    m_new = np.maximum(m_i, s.max(axis=1))\n    s[:, valid:] = -np.inf\n",
+            ),
+        ),
+        Wrong(
+            "masked scores are a large negative number and not -inf: a row without a key counts them as keys",
+            edit=("s[:, valid:] = -np.inf", "s[:, valid:] = -1e9"),
+        ),
         Wrong("masked scores are set to 0 and not to -inf", edit=("s[:, valid:] = -np.inf", "s[:, valid:] = 0")),
         Wrong("acc is not rescaled when the maximum moves", edit=("alpha[:, None] * acc + p", "acc + p")),
         Wrong("l is not rescaled when the maximum moves", edit=("alpha * l_i + p", "l_i + p")),
@@ -209,6 +224,8 @@ def _bounds_cases():
         ("one query, as in decoding", 1, 100, 16, 16),
         ("more queries than keys: rows without a key", 100, 40, 16, 16),
         ("ragged lengths", 37, 51, 8, 12),
+        ("one key less than a tile more than queries", 40, 55, 16, 16),
+        ("one key more than queries", 40, 41, 16, 16),
     ]
     return [
         Case(f"{label}, i = {i}", i, block_m, block_n, seqlen_q, seqlen_k)
@@ -254,6 +271,10 @@ def loop_bounds(i, block_m, block_n, seqlen_q, seqlen_k):
         Wrong(
             "the last diagonal tile is skipped (division rounded down)",
             edit=("-(-seen_by_any // block_n)", "seen_by_any // block_n"),
+        ),
+        Wrong(
+            "the short last tile of keys never counts as full, though every query sees all of its keys",
+            edit=("    if seen_by_all == seqlen_k:\n        full = end\n", ""),
         ),
         Wrong(
             "the diagonal tile counts as full and is not masked",

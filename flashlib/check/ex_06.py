@@ -62,6 +62,10 @@ DELTA = Exercise(
             "over the head dimension",
             edit=("axis=-1", "axis=0"),
         ),
+        Wrong(
+            "axis 1 is summed, which is the head dimension only where nothing stands in front of the rows: axis=-1",
+            edit=("axis=-1", "axis=1"),
+        ),
         Wrong("everything is summed to one number: each row has its own delta", edit=("axis=-1", "axis=None")),
         Wrong("the mean over the head dimension is taken in place of the sum", edit=(".sum(", ".mean(")),
         Wrong("dout alone is summed: delta is the dot product of dout with out", edit=("(out * dout)", "dout")),
@@ -265,6 +269,10 @@ DK_DV = Exercise(
             edit=("range(0, len(q), block_m)", "range(0, len(q) - block_m + 1, block_m)"),
         ),
         Wrong("delta is left out of dS", edit=("p * (dp - delta[rows, None])", "p * dp")),
+        Wrong(
+            "dk and dv divide by the number of tiles: tiles are added, not averaged",
+            edit=("return dk, dv", "return dk / -(-len(q) // block_m), dv / -(-len(q) // block_m)"),
+        ),
         Wrong("the two results are returned in the other order, (dv, dk)", edit=("return dk, dv", "return dv, dk")),
     ),
 )
@@ -297,7 +305,7 @@ BACKWARD = Exercise(
         "Write `my_backward(q, k, v, out, dout, lse, block_m, block_n, causal, scale)`, which returns `(dq, dk, dv)`, "
         "tile by tile: no array of `(len(q), len(k))`. The last tile on either side may be short. Causal: query `i` "
         "sees the keys `j <= i + len(k) - len(q)`; a row that sees no key has `lse = -inf` and `out = 0`, and its "
-        "gradients are 0."
+        "gradients are 0. (The checker compares numbers; that no array of all scores exists is for you to see.)"
     ),
     name="my_backward",
     stub='''def my_backward(q, k, v, out, dout, lse, block_m, block_n, causal, scale):
@@ -405,6 +413,11 @@ BACKWARD = Exercise(
             edit=("dk[keys] +=", "dk[keys] ="),
         ),
         Wrong("the gradients come back in the order (dk, dq, dv)", edit=("return dq, dk, dv", "return dk, dq, dv")),
+        Wrong("the gradients come back in the order (dq, dv, dk)", edit=("return dq, dk, dv", "return dq, dv, dk")),
+        Wrong(
+            "the scale is taken as 1/sqrt(head_dim) in place of the argument",
+            edit=("    offset = len(k)", "    scale = 1 / np.sqrt(q.shape[1])\n    offset = len(k)"),
+        ),
     ),
 )
 
