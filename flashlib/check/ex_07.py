@@ -263,8 +263,8 @@ _SOFTMAX = Exercise(
     task=(
         "Write the softmax of each row of `s` as one kernel, without looking at the one above. One program takes one "
         "row and loads each of its numbers **once**. `stride_s` and `stride_p` are pairs (of the row, of the column); "
-        "`BLOCK_N` is a power of two, at least `seqlen_k`. `s` may be float16; compute in float32. Scores may be large, "
-        "and a row of -inf only gives 0. Nothing outside of `p` may be written."
+        "`BLOCK_N` is a power of two, at least `seqlen_k`. `s` may be float16; compute in float32. Scores may be "
+        "large, and a row of -inf only gives 0. Nothing outside of `p` may be written."
     ),
     name="softmax_kernel",
     stub="""\
