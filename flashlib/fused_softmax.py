@@ -54,13 +54,12 @@ def _softmax_kernel(s_ptr, p_ptr, stride_s, stride_p, seqlen_k, BLOCK_N: tl.cons
 @triton.jit
 def _softmax_loop_kernel(s_ptr, p_ptr, stride_s, stride_p, seqlen_k, BLOCK_N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    offs_n = tl.arange(0, BLOCK_N).to(tl.int64)  # [BLOCK_N]
-    s_row = s_ptr + row * stride_s[0] + offs_n * stride_s[1]
-    p_row = p_ptr + row * stride_p[0] + offs_n * stride_p[1]
+    s_row, p_row = s_ptr + row * stride_s[0], p_ptr + row * stride_p[0]
     m_i = float("-inf")
     l_i = 0.0
     for start in range(0, seqlen_k, BLOCK_N):
-        s = tl.load(s_row + start * stride_s[1], mask=offs_n < seqlen_k - start, other=float("-inf")).to(tl.float32)
+        offs_n = start + tl.arange(0, BLOCK_N).to(tl.int64)  # [BLOCK_N]
+        s = tl.load(s_row + offs_n * stride_s[1], mask=offs_n < seqlen_k, other=float("-inf")).to(tl.float32)
         m_new = tl.maximum(m_i, tl.max(s, axis=0))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         l_i = tl.exp(m_i - m_safe) * l_i + tl.sum(tl.exp(s - m_safe), axis=0)
@@ -68,9 +67,9 @@ def _softmax_loop_kernel(s_ptr, p_ptr, stride_s, stride_p, seqlen_k, BLOCK_N: tl
     m_safe = tl.where(m_i == float("-inf"), 0.0, m_i)
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     for start in range(0, seqlen_k, BLOCK_N):
-        mask_n = offs_n < seqlen_k - start
-        s = tl.load(s_row + start * stride_s[1], mask=mask_n, other=float("-inf")).to(tl.float32)
-        tl.store(p_row + start * stride_p[1], tl.exp(s - m_safe) / l_safe, mask=mask_n)
+        offs_n = start + tl.arange(0, BLOCK_N).to(tl.int64)  # [BLOCK_N]
+        s = tl.load(s_row + offs_n * stride_s[1], mask=offs_n < seqlen_k, other=float("-inf")).to(tl.float32)
+        tl.store(p_row + offs_n * stride_p[1], tl.exp(s - m_safe) / l_safe, mask=offs_n < seqlen_k)
 
 
 @triton.jit
@@ -240,14 +239,14 @@ def softmax_unfused(s):
     return p.to(s.dtype)
 
 
-def scores(q, k, *, scale=None, block_m=64, block_n=64):
+def scores(q, k, *, scale=None, block_m=None, block_n=None):
     """Compute the scores scale · QKᵀ of one head; each program computes one tile of them.
 
     Args:
         q, k: tensors (seqlen_q, head_dim) and (seqlen_k, head_dim) of one dtype, float16, bfloat16 or float32, any
             strides, where kernels run; head_dim is 1 to 256.
         scale: number; None means 1/sqrt(head_dim).
-        block_m, block_n: rows and columns of a tile, powers of two of at least 16.
+        block_m, block_n: rows and columns of a tile, powers of two of at least 16; None means 64, and 32 for float32.
 
     Returns:
         tensor (seqlen_q, seqlen_k), float32.
@@ -259,6 +258,9 @@ def scores(q, k, *, scale=None, block_m=64, block_n=64):
     _check(2, q=q, k=k)
     if q.shape[1] != k.shape[1] or not 1 <= q.shape[1] <= 256:
         raise ValueError(f"q and k must have one head_dim of 1 to 256, got {q.shape[1]} and {k.shape[1]}")
+    # Float32 blocks are twice as large: at 64 rows and head_dim 256 they would not fit in a consumer card's 99 KB.
+    side = 32 if q.dtype == torch.float32 else 64
+    block_m, block_n = (side if block is None else block for block in (block_m, block_n))
     _check_block("block_m", block_m, least=16)
     _check_block("block_n", block_n, least=16)
     seqlen_q, seqlen_k, head_dim = len(q), len(k), q.shape[1]

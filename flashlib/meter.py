@@ -14,9 +14,10 @@ from pathlib import Path
 from flashlib import device
 
 # The releases of Triton that this file was tried with.
-CHECKED_TRITON = ("3.7.1",)
+CHECKED_TRITON = ("3.7.1", "3.8.0", "3.9.0")
 # Other doors to memory: a kernel that uses one of them would be counted wrongly, so it is refused.
 _UNCOUNTED = ("make_block_ptr", "make_tensor_descriptor", "load_tensor_descriptor", "store_tensor_descriptor")
+_REFUSED = (IndexError, NotImplementedError)
 _ATOMICS = ("add", "and", "cas", "max", "min", "or", "xchg", "xor")
 
 
@@ -56,9 +57,9 @@ class Meter:
         return {"loads": dict(self.loads), "stores": dict(self.stores), "total": self.total}
 
     def __enter__(self):
-        tl = device.tl
         if not device.interpreting():
             raise RuntimeError("the meter works in Triton's interpreter, which is off here: use meter.count")
+        tl = device.tl
         load, store, kind = tl.load, tl.store, type(tl.sum)
         run = kind.run
 
@@ -75,6 +76,11 @@ class Meter:
             self.kernels.append(kernel.fn.__name__)
             try:
                 return run(kernel, *args, **kwargs)
+            except Exception as error:
+                if isinstance(error.__cause__, _REFUSED):
+                    # The interpreter wrapped it in an error of its own.
+                    raise error.__cause__ from None
+                raise
             finally:
                 self._tensors = before
 

@@ -231,7 +231,7 @@ def test_repository_buttons_when_it_is_set(tmp_path):
     settings = yaml.safe_load((ROOT / "book.yml").read_text(encoding="utf-8"))
     settings["meta"] |= {"repository": repository, "branch": "trunk", "title": "Another title"}
     chapter = settings["subtrees"][0]["entries"][:1]
-    settings["subtrees"][0]["entries"] = chapter
+    settings["subtrees"] = [settings["subtrees"][0] | {"entries": chapter}, settings["subtrees"][-1]]
     source = tmp_path / "source"
     (source / "notebooks").mkdir(parents=True)
     shutil.copytree(ROOT / "book", source / "book", ignore=shutil.ignore_patterns("__pycache__"))
