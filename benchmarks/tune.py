@@ -109,37 +109,22 @@ def main():
         failed = pool.map(compile_one, jobs, chunksize=1)
     print(f"{len(jobs)} candidates compiled in {time.time() - began:.0f} s", file=sys.stderr, flush=True)
 
+    where = bench.machine()
     with open(args.out, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(
-            [
-                "kernel",
-                "head_dim",
-                "dtype",
-                "causal",
-                "block_m",
-                "block_n",
-                "num_warps",
-                "num_stages",
-                "max_registers",
-                "descriptor",
-                "ms",
-                "failed",
-            ]
-        )
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["kernel", "head_dim", "dtype", "causal", *Tile._fields, "descriptor", "ms", *where])
         for case in cases:
             mine = [(job, why) for job, why in zip(jobs, failed, strict=True) if job[:4] == case]
             tensors = inputs(case[1], case[2], args.seqlen)
-            good = [job for job, why in mine if why is None]
-            runs = {job: runner(case[0], job[4], job[5], tensors, case[3]) for job in good}
+            runs = {job: runner(case[0], job[4], job[5], tensors, case[3]) for job, why in mine if why is None}
             times = bench.time_in_turns(runs, args.rounds, warmups=1)
             ranked = sorted(((statistics.median(ms), job) for job, ms in times.items()), key=lambda pair: pair[0])
             for ms, job in ranked:
-                writer.writerow([*case[:3], int(case[3]), *job[4], int(job[5]), f"{ms:.4f}", ""])
+                writer.writerow([*case[:3], int(case[3]), *job[4], int(job[5]), f"{ms:.4f}", *where.values()])
+            file.flush()
             for job, why in mine:
                 if why:
-                    writer.writerow([*case[:3], int(case[3]), *job[4], int(job[5]), "", why])
-            file.flush()
+                    print(*case, tuple(job[4]), "left out:", why, file=sys.stderr)
             for ms, job in ranked[:5]:
                 print(*case, tuple(job[4]), "descriptors" if job[5] else "pointers", f"{ms:.3f} ms", flush=True)
 

@@ -143,10 +143,10 @@ def architecture_of(device):
     return 10 * major + minor
 
 
-# (kernel, family, bytes of an element): columns -> (block_m, block_n, num_warps, num_stages), or a pair of those, without
-# and with causal. Narrower tiles take the next wider row. Families: compute capability 75, 80, 90, 100, and "99" for the
-# cards with 99 KB of shared memory a block (86, 89, 120). 90 was measured at 64 and 128 columns; the others are the first
-# of a few candidates that compile without much stack and fit.
+# (kernel, family, bytes of an element): columns -> (block_m, block_n, num_warps, num_stages), or a pair of those,
+# without and with causal. Narrower tiles take the next wider row. Families: compute capability 75, 80, 90, 100, and
+# "99" for the cards with 99 KB of shared memory a block (86, 89, 120). 90 was measured at 64 and 128 columns; the
+# others are the first of a few candidates that compile without much stack and fit.
 TILES = {
     ("forward", 90, 2): {
         16: (128, 64, 4, 3),
