@@ -8,10 +8,11 @@ PYTHON ?= python3
 JOBS ?= auto
 RUN := .venv/bin/python
 EXTRAS := course,test,book
+KERNEL_TESTS := $(patsubst %,tests/test_%.py,gpu forward forward_steps backward backward_atomic mods tiles fused_softmax)
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with tests/nbval.cfg --nbval-cell-timeout 120 --every-cell
 
 .DEFAULT_GOAL := help
-.PHONY: help venv course lab test book notebooks lint clean
+.PHONY: help venv course lab test gpu-test compile-test bench book notebooks lint clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +25,15 @@ course: venv ## execute every notebook into _build/ and build the book from them
 
 test: lint ## lint, unit tests, notebooks compared with their stored outputs, tests of the book
 	$(RUN) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist loadfile $(NBVAL) tests notebooks
+
+gpu-test: venv ## on a machine with a GPU: every test of the kernels, compiled, in full
+	$(RUN) -m pytest -n $(JOBS) --maxprocesses 8 -q -m "not compile" $(KERNEL_TESTS)
+
+compile-test: venv ## compile the whole table of tiles for every card, GPU or not (long)
+	$(RUN) -m pytest -n $(JOBS) --maxprocesses 8 -q -m compile tests
+
+bench: venv ## on a machine with a GPU: time flashlib beside the kernels found there, write the CSV, print a table
+	$(RUN) -m flashlib.bench attention
 
 book: venv ## build the book from the outputs stored in notebooks/
 	@$(RUN) book/course.py book

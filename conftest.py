@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import nbformat
 import pytest
 
 # What a machine may change without the lesson changing: messages on stderr and pictures. Each has its own test.
@@ -24,6 +23,9 @@ def pytest_collectstart(collector):
 
 def code_cells(paths):
     """Return how many code cells the notebooks hold that `paths` (files or folders) lead to."""
+    # Only here: a machine that tests kernels alone need not have Jupyter.
+    import nbformat
+
     files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.ipynb")))]
     files = [file for file in files if ".ipynb_checkpoints" not in file.parts]
     return sum(cell.cell_type == "code" for file in files for cell in nbformat.read(file, as_version=4).cells)

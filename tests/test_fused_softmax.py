@@ -228,12 +228,10 @@ def test_kernels_compile_for_an_a100_and_an_h100():
     score_types |= {"stride_q": pair, "stride_k": pair, "stride_s": pair}
     score_types |= {"seqlen_q": "i32", "seqlen_k": "i32", "scale": "fp32"}
     sides = {"HEAD_DIM": 40, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 64}
-    row_max = {"s_ptr": "*fp16", "m_ptr": "*fp32", "stride_s": pair, "seqlen_k": "i32"}
     block = {"BLOCK_N": 1024}
     jobs = [
         ("_softmax_kernel", softmax_types, block, 80),
         ("_softmax_loop_kernel", softmax_types, block, 90),
-        ("_row_max_kernel", row_max, block | {"OTHER": float("-inf")}, 80),
         ("_scores_kernel", score_types, sides, 80),
         ("_scores_kernel", score_types, sides, 90),
         (
@@ -257,7 +255,7 @@ def test_kernels_compile_for_an_a100_and_an_h100():
     assert [one.stack_bytes for one in built] == [0] * len(built)
     assert all(one.shared_bytes <= 99 * 1024 for one in built)
     # Float32 stays float32: no matrix unit, which would round it to TF32.
-    kinds = [one.matrix_instructions for one in built[3:]]
+    kinds = [one.matrix_instructions for one in built[2:]]
     assert kinds == [["mma.sync"], ["wgmma.mma_async"], []]
 
 
@@ -299,21 +297,37 @@ MISTAKES = [
 ]
 
 
-def probe(module):
-    """Raise an AssertionError unless a few small inputs come out right."""
+def probe_add(module):
     x = torch.arange(14.0, device=WHERE)
-    assert torch.equal(module.add(x[::2], x[1::2][:7] * 3, block=4), x[::2] + x[1::2][:7] * 3)
     assert torch.equal(module.add(x[::2], x[:7], block=4), x[::2] + x[:7])
-    s = rows_of_scores(6, 7, torch.float32) - 2
-    s[5] = torch.arange(7.0) * -100 + 300
-    s = placed(s, "sliced")
-    want = exact_softmax(s).float()
-    for p in (module.softmax(s), module.softmax(s, block=4), module.softmax_unfused(s)):
-        torch.testing.assert_close(p.cpu(), want)
+
+
+def probe_softmax(*forms):
+    def probe(module):
+        s = rows_of_scores(6, 7, torch.float32) - 2
+        s[5] = torch.arange(7.0) * -100 + 300
+        s = placed(s, "sliced")
+        for name, options in forms:
+            torch.testing.assert_close(getattr(module, name)(s, **options).cpu(), exact_softmax(s).float())
+
+    return probe
+
+
+def probe_scores(module):
     torch.manual_seed(1)
     q, k = torch.randn(20, 18, device=WHERE), torch.randn(35, 18, device=WHERE)
     s = module.scores(placed(q, "sliced"), placed(k, "transposed"), block_m=16, block_n=32, scale=0.3)
     torch.testing.assert_close(s, 0.3 * (q @ k.T))
+
+
+# A few small inputs for each kernel: an AssertionError unless they come out right.
+PROBES = {
+    "_add_kernel": probe_add,
+    "_softmax_kernel": probe_softmax(("softmax", {})),
+    "_softmax_loop_kernel": probe_softmax(("softmax", {"block": 4})),
+    "_scores_kernel": probe_scores,
+}
+UNFUSED = probe_softmax(("softmax_unfused", {}))
 
 
 def mutant(kernel, old, new):
@@ -329,8 +343,10 @@ def mutant(kernel, old, new):
     return module
 
 
-def test_probe_passes_on_the_kernels_as_they_are():
-    probe(mutant("_add_kernel", "x + y", "x + y"))
+def test_probes_pass_on_the_kernels_as_they_are():
+    same = mutant("_add_kernel", "x + y", "x + y")
+    for probe in (*PROBES.values(), UNFUSED):
+        probe(same)
 
 
 @pytest.mark.skipif(not device.interpreting(), reason="a mistake may write outside of its tensors, which ends CUDA")
@@ -339,7 +355,7 @@ def test_probe_passes_on_the_kernels_as_they_are():
 def test_mistake_is_found(kernel, old, new):
     # The meter stops lanes that leave their tensors, before they touch memory.
     with pytest.raises((AssertionError, IndexError)), Meter():
-        probe(mutant(kernel, old, new))
+        PROBES.get(kernel, UNFUSED)(mutant(kernel, old, new))
 
 
 # --- the exercises' checker ------------------------------------------------------------------------------------------

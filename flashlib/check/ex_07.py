@@ -186,6 +186,10 @@ def spread_kernel(x_ptr, out_ptr, stride_row, stride_col, columns, BLOCK: tl.con
         ),
         Wrong("the mask lets one number too many in: `<=` instead of `<`", edit=("offs < columns", "offs <= columns")),
         Wrong("every program stores at the same place: `+ row` is missing", edit=("out_ptr + row", "out_ptr")),
+        Wrong(
+            "nothing is stored: the 7 was there before",
+            source=_SPREAD_SOLUTION[: _SPREAD_SOLUTION.index("    tl.store")],
+        ),
         Wrong("the smallest is not subtracted", edit=("largest - smallest", "largest")),
         Wrong("it is the smallest minus the largest", edit=("largest - smallest", "smallest - largest")),
     ),
@@ -239,7 +243,7 @@ def _softmax_cases():
         Case("a row of -inf, and one that is -inf in front", hidden, 8),
         Case("every second column of an array", s, 8, (13, 2)),
         Case("a transposed array", s, 16, (1, 3)),
-        Case("float16", s, 8, None, (16, 1), "float16"),
+        Case("scores in float16, weights in float32", s, 8, None, (19, 1), "float16"),
         Case("one key", s[:, :1], 8),
     ]
 
@@ -247,7 +251,7 @@ def _softmax_cases():
 def _call_softmax(kernel, s, block, strides=None, strides_p=(19, 1), dtype="float32"):
     _require_kernel(kernel)
     source = _place(s.shape, _two_strides(s.shape, strides), dtype, s)
-    out = _place(s.shape, strides_p, dtype)
+    out = _place(s.shape, strides_p, "float32")
     arguments = source[0], out[0], source[0].stride(), out[0].stride(), s.shape[1]
     return _launch(kernel, (len(s),), arguments, {"BLOCK_N": block}, [source], out)
 
@@ -259,8 +263,8 @@ _SOFTMAX = Exercise(
     task=(
         "Write the softmax of each row of `s` as one kernel, without looking at the one above. One program takes one "
         "row and loads each of its numbers **once**. `stride_s` and `stride_p` are pairs (of the row, of the column); "
-        "`BLOCK_N` is a power of two, at least `seqlen_k`. Compute in float32. Scores may be large, and a row of -inf "
-        "only gives 0. Nothing outside of `p` may be written."
+        "`BLOCK_N` is a power of two, at least `seqlen_k`. `s` may be float16; compute in float32. Scores may be "
+        "large, and a row of -inf only gives 0. Nothing outside of `p` may be written."
     ),
     name="softmax_kernel",
     stub="""\
@@ -271,8 +275,8 @@ def softmax_kernel(s_ptr, p_ptr, stride_s, stride_p, seqlen_k, BLOCK_N: tl.const
     solution=_SOFTMAX_SOLUTION,
     cases=_softmax_cases,
     also_right=(_SOFTMAX_OTHER_FORM,),
-    rtol=1e-3,
-    atol=1e-6,
+    rtol=1e-4,
+    atol=1e-7,
     setup=_SETUP,
     call=_call_softmax,
     wrong=(
@@ -289,6 +293,10 @@ def softmax_kernel(s_ptr, p_ptr, stride_s, stride_p, seqlen_k, BLOCK_N: tl.const
         ),
         Wrong("the store has no mask: the lanes past the end write behind the row", edit=(", p, mask=mask_n", ", p")),
         Wrong("it is divided by the maximum, not by the sum", edit=("tl.where(l == 0.0, 1.0, l)", "m")),
+        Wrong(
+            "nothing is stored: the 7 was there before",
+            source=_SOFTMAX_SOLUTION[: _SOFTMAX_SOLUTION.index("    tl.store")],
+        ),
         Wrong("it is not divided by the sum", edit=("p = e / tl.where(l == 0.0, 1.0, l)", "p = e")),
         Wrong(
             "the sum is taken over the scores, not over their exponentials",
@@ -343,6 +351,13 @@ def scores_kernel(q_ptr, k_ptr, s_ptr, stride_q, stride_k, stride_s, seqlen_q, s
     tl.store(s_ptr + offs_m[:, None] * stride_s[0] + offs_n[None, :] * stride_s[1], s,
              mask=mask_m[:, None] & mask_n[None, :])
 """
+
+_K_LOAD = (
+    "tl.load(k_ptr + offs_n[None, :] * stride_k[0] + offs_d[:, None] * stride_k[1], mask=mask_n[None, :], other=0.0)"
+)
+_K_LOAD_ROWS = (
+    "tl.load(k_ptr + offs_n[:, None] * stride_k[0] + offs_d[None, :] * stride_k[1], mask=mask_n[:, None], other=0.0)"
+)
 
 _SCORES_TRANS = """\
 @triton.jit
@@ -472,6 +487,18 @@ def scores_kernel(
             ),
         ),
         Wrong("the scale is missing", edit=(" * scale", "")),
+        Wrong(
+            "the scale is always 1/√HEAD_DIM, and not the `scale` that is given",
+            edit=(" * scale", " * (1.0 / HEAD_DIM**0.5)"),
+        ),
+        Wrong(
+            "Q is multiplied with K, not with Kᵀ: the block of K must have d down and the keys across",
+            edit=(_K_LOAD, _K_LOAD_ROWS),
+        ),
+        Wrong(
+            "nothing is stored: the 7 was there before",
+            source=_SCORES_SOLUTION[: _SCORES_SOLUTION.index("    tl.store")],
+        ),
         Wrong("the store tests the rows only", edit=("mask=mask_m[:, None] & mask_n[None, :]", "mask=mask_m[:, None]")),
         Wrong(
             "the store tests the columns only", edit=("mask=mask_m[:, None] & mask_n[None, :]", "mask=mask_n[None, :]")
