@@ -53,7 +53,7 @@ venv:
 			echo "PYTHON must be Python 3.11 or newer, got $(PYTHON): $$($(PYTHON) --version 2>&1 | head -n 1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }; \
 		$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 			echo "$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }; \
-		echo "Making .venv (minutes, once; about 130 packages):"; \
+		echo "Making .venv (a few minutes, once; about 150 packages):"; \
 		rm -rf .venv && $(PYTHON) -m venv .venv || exit 1; \
 	fi; \
 	rm -f .venv/installed .venv/complete; \
