@@ -360,7 +360,9 @@ def course(root):
     for path, notebook in notebooks.items():
         write_notebook(executed / path.name, normalise(notebook))
     status = build_book(root, executed)
-    print(f"\n{len(notebooks) - len(failures)} of {len(notebooks)} chapters passed, {_clock(time.monotonic() - start)}")
+    passed, took = len(notebooks) - len(failures), _clock(time.monotonic() - start)
+    # In a log, too, the failures come last.
+    print(f"\n{passed} of {len(notebooks)} chapters passed, {took}", flush=True)
     return report(failures) or status
 
 
@@ -386,7 +388,7 @@ def build_book(root, executed=None):
     command += ["-c", str(root / "book"), "-d", str(build / "doctrees"), str(source), str(build / "html")]
     status = subprocess.run(command, check=False).returncode
     if status == 0:
-        print(f"The book: {build / 'html' / 'index.html'}")
+        print(f"The book: {build / 'html' / 'index.html'}", flush=True)
     else:
         print(f"FAILED  the book: Sphinx ended with status {status}", file=sys.stderr)
     return status
