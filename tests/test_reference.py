@@ -69,7 +69,7 @@ def test_equals_the_double_loop(seqlen_q, seqlen_k, causal, window):
     against_loop(q, k, v, sees, {"causal": causal, "window": window})
 
 
-@pytest.mark.parametrize("scale", [None, 0.0, 0, -0.5, 1.0, 2])
+@pytest.mark.parametrize("scale", [None, 0.0, 0, -0.5, 1.0, 2, np.float32(0.5), np.float16(-2), np.int64(3)])
 def test_scale(scale):
     q, k, v = tensors(4, 6)
     against_loop(q, k, v, lambda i, j: True, {"scale": scale}, scale=scale)
