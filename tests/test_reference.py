@@ -21,7 +21,7 @@ def tensors(seqlen_q, seqlen_k, d=5, d_v=3, lead=(2, 3), dtype=np.float64, rng=N
 def loop(q, k, v, sees, scale=None, bias=None):
     """Attention of 2-D arrays, one Python float at a time; `sees(i, j)` says whether query i sees key j."""
     (seqlen_q, d), seqlen_k, d_v = q.shape, k.shape[0], v.shape[1]
-    scale = 1 / math.sqrt(d) if scale is None else scale
+    scale = 1 / math.sqrt(d) if scale is None else float(scale)
     out, lse = np.zeros((seqlen_q, d_v)), np.full(seqlen_q, -math.inf)
     for i in range(seqlen_q):
         scores = {}
