@@ -223,7 +223,7 @@ def flash_attention(q, k, v, *, causal=False, scale=None, mask=None, score=None,
     options = causal, scale, mask.key if mask else "", score.key if score else "", len(mask.aux) if mask else 0
     aux = [*(mask.aux if mask else ()), *(score.aux if score else ())]
     # _Attention has no forward-mode derivative and says so; the bare op would drop the tangent in silence.
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) or _dual(q, k, v):
+    if (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)) or _dual(q, k, v):
         out, lse = _Attention.apply(q, k, v, *options, *aux)
     else:
         out, lse = torch.ops.flashlib.forward(q, k, v, *options, aux)
