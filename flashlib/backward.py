@@ -20,7 +20,7 @@ DELTA_ROWS = 64
 
 @triton.jit
 def _delta_kernel(
-    out_ptr, dout_ptr, dlse_ptr, delta_ptr, stride_out, stride_dout, stride_dlse, nheads, seqlen_q,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, stride_out, stride_dout, stride_dlse, nheads, seqlen_q,
     HEAD_DIM_V: tl.constexpr, COLS_V: tl.constexpr, BLOCK_M: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(seqlen_q, BLOCK_M)
@@ -37,7 +37,10 @@ def _delta_kernel(
         # d lse / d s = p: the gradient of lse enters where delta does, with the other sign.
         ptrs = dlse_ptr + b.to(tl.int64) * stride_dlse[0] + h.to(tl.int64) * stride_dlse[1]
         ptrs += offs_m.to(tl.int64) * stride_dlse[2]
-        delta -= tl.load(ptrs, mask=offs_m < seqlen_q, other=0.0)
+        dlse = tl.load(ptrs, mask=offs_m < seqlen_q, other=0.0)
+        # A row that sees no key has lse = -inf, whatever q is: its dlse, infinite for lse² say, goes nowhere.
+        lse = tl.load(lse_ptr + pid_bh.to(tl.int64) * seqlen_q + offs_m, mask=offs_m < seqlen_q, other=0.0)
+        delta -= tl.where(lse == float("-inf"), 0.0, dlse)
     tl.store(delta_ptr + pid_bh.to(tl.int64) * seqlen_q + offs_m, delta, mask=offs_m < seqlen_q)
 
 
@@ -207,7 +210,7 @@ def gradients(q, k, v, out, lse, dout, dlse, wants_q, wants_kv, causal, scale, m
     strides = q.stride(), k.stride(), v.stride(), dout.stride()
     with tiles.on_device_of(q):
         stride_dlse = dlse.stride() if dlse is not None else (0, 0, 0)
-        arguments = out, dout, dlse, delta, out.stride(), dout.stride(), stride_dlse, nheads, seqlen_q
+        arguments = out, dout, lse, dlse, delta, out.stride(), dout.stride(), stride_dlse, nheads, seqlen_q
         tiles.launch(
             _delta_kernel, -(-seqlen_q // DELTA_ROWS) * batch * nheads, arguments,
             {

@@ -101,7 +101,7 @@ def backward_atomic(q, k, v, out, lse, dout, *, causal=False, scale=None, order=
     dk, dv, delta = torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
     with tiles.on_device_of(q):
         _delta_kernel[(triton.cdiv(seqlen_q, DELTA_ROWS) * batch * nheads,)](
-            out, dout, None, delta, out.stride(), dout.stride(), (0, 0, 0), nheads, seqlen_q,
+            out, dout, None, None, delta, out.stride(), dout.stride(), (0, 0, 0), nheads, seqlen_q,
             HEAD_DIM_V=head_dim, COLS_V=head_dim, BLOCK_M=DELTA_ROWS, WIDE=False,
         )  # fmt: skip
         _one_pass_kernel[(tiles_n * batch * nheads,)](

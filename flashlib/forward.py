@@ -10,6 +10,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from flashlib import backward, tiles
 from flashlib.device import tl, triton
@@ -212,6 +213,7 @@ def flash_attention(q, k, v, *, causal=False, scale=None, mask=None, score=None,
     Raises:
         ValueError: a shape, dtype, device or option is not as above.
         RuntimeError: kernels cannot run on these tensors here; differentiated twice.
+        NotImplementedError: differentiated in forward mode.
 
     Source: "FlashAttention-2", https://arxiv.org/abs/2307.08691
     """
@@ -220,11 +222,17 @@ def flash_attention(q, k, v, *, causal=False, scale=None, mask=None, score=None,
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     options = causal, scale, mask.key if mask else "", score.key if score else "", len(mask.aux) if mask else 0
     aux = [*(mask.aux if mask else ()), *(score.aux if score else ())]
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    # _Attention has no forward-mode derivative and says so; the bare op would drop the tangent in silence.
+    if (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)) or _dual(q, k, v):
         out, lse = _Attention.apply(q, k, v, *options, *aux)
     else:
         out, lse = torch.ops.flashlib.forward(q, k, v, *options, aux)
     return (out, lse) if return_lse else out
+
+
+def _dual(*tensors):
+    """Tell whether a tensor carries a tangent of forward-mode differentiation."""
+    return not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in tensors)
 
 
 def _autocast(*tensors):

@@ -94,6 +94,31 @@ def test_the_gradient_of_lse_alone():
     assert (got[2] == 0).all()
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("of_lse", [torch.square, torch.exp])
+def test_a_row_without_a_key_sends_nothing_through_its_lse(of_lse):
+    inputs = qkv(1, 2, 40, 20, 16)
+
+    def gradients(attention, leaves):
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        out, lse = attention(*leaves, causal=True, return_lse=True)
+        return torch.autograd.grad(out.sum() + of_lse(lse).sum(), leaves)
+
+    got = gradients(flash_attention, inputs)
+    want = gradients(reference.attention, [x.double() for x in inputs])
+    assert not got[0][:, :, :20].any()
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
+def test_forward_mode_is_refused():
+    q, k, v = qkv(1, 1, 5, 7, 16)
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda x: flash_attention(x, k, v), (q,), (q,))
+    with pytest.raises(NotImplementedError, match="jvp"), torch.autograd.forward_ad.dual_level():
+        flash_attention(q, k, torch.autograd.forward_ad.make_dual(v, v))
+
+
 def test_the_same_bits_every_run():
     inputs = [x.requires_grad_() for x in qkv(2, 2, 70, 90, 32)]
     runs = [torch.autograd.grad(flash_attention(*inputs, causal=True).square().sum(), inputs) for _ in range(2)]

@@ -326,6 +326,16 @@ _DKDV = Exercise(
         Wrong("delta is left out of dS", edit=("(dp - delta[None, :])", "dp")),
         Wrong("dS lacks its factor P", edit=("ds = p * (dp - delta[None, :])", "ds = dp - delta[None, :]")),
         Wrong("dk is built with P in place of dS", edit=("tl.dot(ds, q", "tl.dot(p, q")),
+        Wrong("delta is added in dS: dS = P·(dP − delta)", edit=("(dp - delta", "(dp + delta")),
+        Wrong(
+            "dk is built with k in place of q: dK = scale·dSᵀQ sums rows of q",
+            source=_DKDV_SOLUTION.replace("tl.dot(ds, q", "tl.dot(ds, k"),
+        ),
+        Wrong("dP is made with k in place of v: dP = dout·Vᵀ", edit=("tl.dot(v, dout.T", "tl.dot(k, dout.T")),
+        Wrong(
+            "lse is loaded without a mask: the last tile reads past its end",
+            edit=('lse_ptr + offs_m, mask=mask_m, other=float("inf"))', "lse_ptr + offs_m)"),
+        ),
         Wrong(
             "dv is built with dP in place of P",
             edit=(
@@ -541,6 +551,12 @@ _DQ = Exercise(
         Wrong("delta is left out of dS", edit=("(dp - delta[:, None])", "dp")),
         Wrong("dS lacks its factor P", edit=("ds = p * (dp - delta[:, None])", "ds = dp - delta[:, None]")),
         Wrong("dq is built with P in place of dS", edit=("tl.dot(ds, k", "tl.dot(p, k")),
+        Wrong("delta is added in dS: dS = P·(dP − delta)", edit=("(dp - delta", "(dp + delta")),
+        Wrong("dq is built with v in place of k: dQ = scale·dS·K", edit=("tl.dot(ds, k,", "tl.dot(ds, v,")),
+        Wrong(
+            "the diagonal is masked too: query i sees its last key, j = i + seqlen_k - seqlen_q",
+            edit=("<= offs_m[:, None] +", "< offs_m[:, None] +"),
+        ),
         Wrong("dP is made with k in place of v", edit=("tl.dot(dout, v.T", "tl.dot(dout, k.T")),
         Wrong("only the last tile of keys counts: each adds to dq", edit=("dq += scale", "dq = scale")),
         Wrong(
