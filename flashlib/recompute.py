@@ -181,7 +181,8 @@ def backward(q, k, v, out, dout, lse, *, block_m, block_n, causal=False, scale=N
     _check_numbers_a_row(q.shape[0], lse=lse, dlse=dlse)
     delta = np.empty_like(q, shape=(q.shape[0],), dtype=dtype)
     for rows in tiles(q.shape[0], block_m):
-        dlse_i = None if dlse is None else dlse[rows].astype(dtype)
+        # A row that sees no key has no lse to push: its dlse may be infinite (a loss of lse**2), and must go nowhere.
+        dlse_i = None if dlse is None else np.where(np.isneginf(lse[rows]), 0, dlse[rows]).astype(dtype)
         delta[rows] = delta_of(out[rows].astype(dtype), dout[rows].astype(dtype), dlse_i)
     options = {"block_m": block_m, "block_n": block_n, "causal": causal, "scale": scale, "dtype": dtype}
     dk, dv = dk_dv(q, k, v, dout, lse, delta, **options)

@@ -156,7 +156,8 @@ def test_help_lists_every_command(folder):
     done, calls = folder.make("help")
     assert calls == []
     listed = [line.split()[1] for line in done.stdout.splitlines()]
-    assert listed == ["help", "lab", "course", "test", "book", "notebooks", "lint", "clean"]
+    kernels = ["gpu-test", "compile-test", "bench"]
+    assert listed == ["help", "lab", "course", "test", *kernels, "book", "notebooks", "lint", "clean"]
 
 
 def test_ci_calls_make_test():

@@ -196,3 +196,13 @@ def test_bad_input_is_named(name, value, message):
     given = {"q": q, "k": k, "v": v, "out": dout, "dout": dout, "lse": dlse, "block_m": 2, "block_n": 2}
     with pytest.raises(ValueError, match=message):
         recompute.backward(**(given | {name: value}))
+
+
+@pytest.mark.parametrize("dlse_there", [-np.inf, np.inf, np.nan])
+def test_infinite_dlse_of_a_row_without_a_key_goes_nowhere(dlse_there):
+    q, k, v, dout, dlse = arrays(5, 2, 3, 2)
+    # Causal at the bottom right: the first three of five queries see none of the two keys.
+    want = run(q, k, v, dout, np.where(np.arange(5) < 3, 0.0, dlse), causal=True)
+    got = run(q, k, v, dout, np.where(np.arange(5) < 3, dlse_there, dlse), causal=True)
+    for a, b in zip(got, want, strict=True):
+        assert np.array_equal(a, b)
