@@ -2,20 +2,28 @@
 #
 # .venv is made by the first command that needs it. Its stamp, written only after a complete installation, holds a
 # checksum of pyproject.toml and constraints.txt: no stamp means a half-made .venv, which is made again; another checksum
-# means that the requirements changed, and they are installed again.
+# means that the requirements changed, and they are installed again. A .venv that lost a package is made again too.
 
 PYTHON ?= python3
 JOBS ?= auto
 RUN := .venv/bin/python
 EXTRAS := course,test,book
 KERNEL_TESTS := $(patsubst %,tests/test_%.py,gpu forward forward_steps backward backward_atomic mods tiles fused_softmax)
-NBVAL := --nbval --nbval-current-env --nbval-sanitize-with tests/nbval.cfg --nbval-cell-timeout 120 --every-cell
+# Ends with 0 if every package that pip recorded still lies where it was put.
+COMPLETE := $(RUN) -c 'import importlib.metadata as m, re, sys; \
+	sys.exit(not all(d.locate_file(f).exists() for d in m.distributions() \
+	for f in re.findall(r"^\w+(?:/__init__)?\.py(?=,)", d.read_text("RECORD") or "", re.M)))' 2>/dev/null
+# Of what pip prints, the large downloads; warnings and errors are on stderr and are all shown.
+BRIEF := awk '/^ *Downloading .*MB\)/ || /^Processing .*whl/ {print "  " $$1, $$2, $$3, $$4; fflush()} \
+	/^Installing collected/ {print "  Installing", NF - 3, "packages"; fflush()}'
+NBVAL := --nbval --nbval-current-env --nbval-sanitize-with tests/nbval.cfg --nbval-cell-timeout 120 \
+	--nbval-kernel-startup-timeout 120 --every-cell
 
 .DEFAULT_GOAL := help
 .PHONY: help venv course lab test gpu-test compile-test bench book notebooks lint clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 lab: venv ## open JupyterLab on workbook/, your own copy of the notebooks
 	@$(RUN) book/course.py lab
@@ -50,16 +58,17 @@ clean: ## remove _build/ and .venv (workbook/ is yours and stays)
 
 venv:
 	@stamp="$$(cat pyproject.toml constraints.txt | cksum) $(CURDIR)"; \
-	if [ "$$(cat .venv/installed 2>/dev/null)" = "$$stamp" ] && $(RUN) -c '' 2>/dev/null; then exit 0; fi; \
-	if [ ! -f .venv/installed ] || ! $(RUN) -c '' 2>/dev/null; then \
+	if [ "$$(cat .venv/installed 2>/dev/null)" = "$$stamp" ] && $(COMPLETE); then exit 0; fi; \
+	if [ ! -f .venv/installed ] || ! $(COMPLETE); then \
 		$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 			echo "PYTHON must be Python 3.11 or newer, got $(PYTHON): $$($(PYTHON) --version 2>&1 | head -n 1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }; \
 		$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 			echo "$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }; \
-		echo "Making .venv (a few minutes, once)"; \
+		echo "Making .venv (a few minutes, once; about 150 packages):"; \
 		rm -rf .venv && $(PYTHON) -m venv .venv || exit 1; \
 	fi; \
-	rm -f .venv/installed; \
-	$(RUN) -m pip install --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]" || { \
-		echo "The installation failed; the lines above say why. Run the command again once that is mended." >&2; exit 1; }; \
-	echo "$$stamp" > .venv/installed
+	rm -f .venv/installed .venv/complete; \
+	{ $(RUN) -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e ".[$(EXTRAS)]" \
+		&& echo "$$stamp" > .venv/complete; } | $(BRIEF); \
+	mv .venv/complete .venv/installed 2>/dev/null || { \
+		echo "The installation failed; the lines above say why. Run the command again once that is mended." >&2; exit 1; }

@@ -83,7 +83,9 @@ def apply_settings(app, config):
     meta = yaml.safe_load((Path(app.srcdir) / "book.yml").read_text(encoding="utf-8"))["meta"]
     config.project = config.html_title = meta["title"]
     config.author = meta["author"]
-    config.copyright = meta["author"]
+    # The theme would name the author twice, once as the holder of the copyright.
+    config.copyright = ""
+    config.html_show_copyright = False
     options = {
         "navbar_persistent": [],
         "path_to_docs": "",

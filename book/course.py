@@ -15,6 +15,7 @@ import contextlib
 import copy
 import csv
 import io
+import itertools
 import math
 import os
 import re
@@ -211,7 +212,6 @@ def execute(notebook, name, *, gpu=True, tick=lambda: None, timeout_s=CELL_TIMEO
             timeout=timeout_s,
             kernel_name="python3",
             record_timing=False,
-            coalesce_streams=True,
             on_cell_start=started,
         )
         try:
@@ -225,6 +225,34 @@ def execute(notebook, name, *, gpu=True, tick=lambda: None, timeout_s=CELL_TIMEO
             raise ChapterError(name, at, "the kernel died") from error
         except (RuntimeError, NoSuchKernel) as error:
             raise ChapterError(name, at, f"the kernel did not start: {error}") from error
+        finally:
+            for cell in notebook.cells:
+                if cell.cell_type == "code":
+                    cell.outputs = join_streams(cell.outputs)
+
+
+def join_streams(outputs):
+    """Return outputs with the pieces of each stream joined, which a kernel cuts anywhere.
+
+    nbclient's own coalesce_streams takes minutes for one long line: its search for carriage returns is quadratic.
+    """
+    joined, pieces = [], {}
+    for output in outputs:
+        if output.output_type != "stream":
+            joined.append(output)
+        elif output.name in pieces:
+            pieces[output.name].append(output.text)
+        else:
+            pieces[output.name] = [output.text]
+            joined.append(output)
+    for output in joined:
+        if output.output_type == "stream":
+            output.text = "".join(pieces[output.name])
+    # Which of two streams arrives first is chance.
+    for i, (a, b) in enumerate(itertools.pairwise(joined)):
+        if (a.get("name"), b.get("name")) == ("stderr", "stdout"):
+            joined[i : i + 2] = [b, a]
+    return joined
 
 
 def normalise(notebook):
@@ -360,7 +388,9 @@ def course(root):
     for path, notebook in notebooks.items():
         write_notebook(executed / path.name, normalise(notebook))
     status = build_book(root, executed)
-    print(f"\n{len(notebooks) - len(failures)} of {len(notebooks)} chapters passed, {_clock(time.monotonic() - start)}")
+    passed, took = len(notebooks) - len(failures), _clock(time.monotonic() - start)
+    # In a log, too, the failures come last.
+    print(f"\n{passed} of {len(notebooks)} chapters passed, {took}", flush=True)
     return report(failures) or status
 
 
@@ -386,7 +416,7 @@ def build_book(root, executed=None):
     command += ["-c", str(root / "book"), "-d", str(build / "doctrees"), str(source), str(build / "html")]
     status = subprocess.run(command, check=False).returncode
     if status == 0:
-        print(f"The book: {build / 'html' / 'index.html'}")
+        print(f"The book: {build / 'html' / 'index.html'}", flush=True)
     else:
         print(f"FAILED  the book: Sphinx ended with status {status}", file=sys.stderr)
     return status

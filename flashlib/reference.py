@@ -206,8 +206,8 @@ def _check_options(q, k, causal, window, scale, mask, bias):
 def _is_finite_number(x):
     if isinstance(x, bool) or not isinstance(x, (int, float, np.integer, np.floating)):
         return False
-    # An int may be too large for a float; comparing it is exact all the same.
-    return abs(x) <= sys.float_info.max
+    # An int may be too large for a float; comparing it is exact all the same. NumPy would compare in the type of x.
+    return abs(x.item() if isinstance(x, np.generic) else x) <= sys.float_info.max
 
 
 def _is_float(x):

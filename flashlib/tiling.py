@@ -11,6 +11,7 @@ Algorithm 1, https://arxiv.org/abs/2307.08691.
 import dataclasses
 import math
 import numbers
+import sys
 
 import numpy as np
 
@@ -277,7 +278,9 @@ def check_inputs(q, k, v, block_m, block_n, scale, causal=False):
         raise ValueError(f"causal must be True or False, got {causal!r}")
     if scale is None:
         scale = 1 / math.sqrt(q.shape[1])
-    if not isinstance(scale, numbers.Real) or not math.isfinite(scale):
+    # An int that no float can hold is no scale either; comparing it is exact.
+    finite = isinstance(scale, numbers.Real) and not isinstance(scale, bool) and abs(scale) < math.inf
+    if not finite or (isinstance(scale, numbers.Integral) and abs(scale) > sys.float_info.max):
         raise ValueError(f"scale must be None or a finite number, got {scale!r}")
     return float(scale), np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
 

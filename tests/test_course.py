@@ -117,6 +117,28 @@ def test_book_that_fails_fails_the_course(root, monkeypatch):
     assert course.main(["course", "--root", str(root(["1"]))]) == 2
 
 
+def test_long_line_takes_no_longer_than_a_short_one():
+    chapter = notebook("07", "print('x' * 1_000_000)")
+    course.execute(chapter, "07 Sums", timeout_s=60)
+    assert chapter.cells[1].outputs[0].text == "x" * 1_000_000 + "\n"
+
+
+def test_pieces_of_a_stream_are_joined_and_stdout_comes_first():
+    def stream(name, text):
+        return nb.new_output("stream", name=name, text=text)
+
+    shown = nb.new_output("display_data", {"text/plain": "1"})
+    pieces = [stream("stderr", "e"), stream("stdout", "a"), shown, stream("stdout", "b"), stream("stderr", "f")]
+    joined = course.join_streams(pieces)
+    assert joined == [stream("stdout", "ab"), stream("stderr", "ef"), shown]
+
+
+@pytest.mark.parametrize("source", ["input('name')", "def"])
+def test_question_to_the_reader_and_bad_syntax_are_failures(source):
+    with pytest.raises(course.ChapterError, match=r"^07 Sums, cell 1: (StdinNotImplementedError|SyntaxError)"):
+        course.execute(notebook("07", source), "07 Sums")
+
+
 def test_dead_kernel_is_a_failure():
     with pytest.raises(course.ChapterError, match=r"^07 Sums, cell 2: the kernel died$"):
         course.execute(notebook("07", "1", "import os; os._exit(1)", "2"), "07 Sums")

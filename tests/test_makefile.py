@@ -6,6 +6,7 @@ A shell script stands in for Python, so that nothing is installed; it writes dow
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ echo "$@" >> "{log}"
 case "$*" in
     *version_info*) exit {too_old} ;;
     *ensurepip*) exit {no_venv} ;;
+    *RECORD*) exit $(cat "{folder}/record_status") ;;
     --version) echo "Python 3.10.1" ;;
     "-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     "-m pip"*) exit $(cat "{folder}/pip_status") ;;
@@ -36,6 +38,11 @@ class Folder:
         self.python.write_text(script, encoding="utf-8")
         self.python.chmod(0o755)
         self.pip_status(0)
+        self.record_status(0)
+
+    def record_status(self, status):
+        """What the question whether every recorded package is there ends with."""
+        (self.path / "record_status").write_text(str(status), encoding="utf-8")
 
     def pip_status(self, status):
         (self.path / "pip_status").write_text(str(status), encoding="utf-8")
@@ -83,6 +90,32 @@ def test_broken_python_is_made_again(folder):
     folder.make()
     (folder.path / ".venv" / "bin" / "python").unlink()
     assert folder.make()[1] == ["venv", "pip"]
+
+
+def test_lost_package_is_made_again(folder):
+    folder.make()
+    folder.record_status(1)
+    assert folder.make()[1] == ["venv", "pip"]
+    folder.record_status(0)
+    assert folder.make()[1] == []
+
+
+def test_lost_package_is_seen(tmp_path):
+    """The question itself, asked by a real Python in an environment with a package that is there, then is not."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / ".venv"], check=True)
+    (packages,) = (tmp_path / ".venv" / "lib").glob("python*/site-packages")
+    for name in ("whole", "whole-1.0.dist-info"):
+        (packages / name).mkdir()
+    (packages / "whole" / "__init__.py").touch()
+    about = packages / "whole-1.0.dist-info"
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: whole\nVersion: 1.0\n", encoding="utf-8")
+    (about / "RECORD").write_text("whole/__init__.py,,\nwhole/data/never_asked.txt,,\n", encoding="utf-8")
+    question = ["make", "-s", "-f", str(ROOT / "Makefile"), "--eval", "ask: ; @$(COMPLETE)", "ask"]
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "MAKEFLAGS")}
+    for status in (True, False):
+        done = subprocess.run(question, cwd=tmp_path, check=False, env=environment)
+        assert (done.returncode == 0) == status
+        shutil.rmtree(packages / "whole", ignore_errors=True)
 
 
 def test_moved_folder_is_installed_again(folder):

@@ -21,7 +21,7 @@ def tensors(seqlen_q, seqlen_k, d=5, d_v=3, lead=(2, 3), dtype=np.float64, rng=N
 def loop(q, k, v, sees, scale=None, bias=None):
     """Attention of 2-D arrays, one Python float at a time; `sees(i, j)` says whether query i sees key j."""
     (seqlen_q, d), seqlen_k, d_v = q.shape, k.shape[0], v.shape[1]
-    scale = 1 / math.sqrt(d) if scale is None else scale
+    scale = 1 / math.sqrt(d) if scale is None else float(scale)
     out, lse = np.zeros((seqlen_q, d_v)), np.full(seqlen_q, -math.inf)
     for i in range(seqlen_q):
         scores = {}
@@ -69,7 +69,7 @@ def test_equals_the_double_loop(seqlen_q, seqlen_k, causal, window):
     against_loop(q, k, v, sees, {"causal": causal, "window": window})
 
 
-@pytest.mark.parametrize("scale", [None, 0.0, 0, -0.5, 1.0, 2])
+@pytest.mark.parametrize("scale", [None, 0.0, 0, -0.5, 1.0, 2, np.float32(0.5), np.float16(-2), np.int64(3)])
 def test_scale(scale):
     q, k, v = tensors(4, 6)
     against_loop(q, k, v, lambda i, j: True, {"scale": scale}, scale=scale)

@@ -158,6 +158,8 @@ Q, K, V = arrays(4, 4)
         ({"block_n": True}, "block_n must be a whole number"),
         ({"causal": "no"}, "causal must be True or False, got 'no'"),
         ({"scale": np.nan}, "scale must be None or a finite number, got nan"),
+        ({"scale": True}, "scale must be None or a finite number, got True"),
+        ({"scale": 10**400}, "scale must be None or a finite number, got 1000"),
         ({"scale": "1"}, "scale must be None or a finite number, got '1'"),
     ],
 )

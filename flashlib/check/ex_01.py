@@ -257,7 +257,7 @@ EXERCISES = [
                 edit=("e.sum(-1, keepdims=True)", "e.sum(-1)"),
             ),
             Wrong(
-                "the row's mean is subtracted, not its maximum: a score far above the mean still overflows",
+                "not the row's maximum is subtracted but, say, its mean: a score far above still overflows",
                 edit=("s.max(-1, keepdims=True)", "s.mean(-1, keepdims=True)"),
             ),
             Wrong(
@@ -329,6 +329,14 @@ EXERCISES = [
                 "the weights are not divided by their sum: the output is a sum, not a mean",
                 edit=("    p = p / p.sum(-1, keepdims=True)\n", ""),
             ),
+            Wrong(
+                "the maximum of the whole array is subtracted: a row far below it becomes 0 / 0, NaN",
+                edit=("s.max(-1, keepdims=True)", "s.max()"),
+            ),
+            Wrong(
+                "the weights are divided by the sum of the whole array, so all rows together sum to one",
+                edit=("p.sum(-1, keepdims=True)", "p.sum()"),
+            ),
         ),
     ),
     Exercise(
@@ -356,7 +364,19 @@ EXERCISES = [
                 stumble=12,
             ),
             Wrong("a query does not see its own position (< in the place of <=)", edit=("j <= i", "j < i")),
+            Wrong("every query sees one key too many", edit=("i + seqlen_k - seqlen_q", "i + seqlen_k - seqlen_q + 1")),
             Wrong("the mask is True where a key is hidden", edit=("j <= i", "j > i")),
+            Wrong(
+                "the mask holds what is added to the scores, 0 and -inf, and not booleans",
+                edit=(
+                    "return j <= i + seqlen_k - seqlen_q",
+                    "return np.where(j <= i + seqlen_k - seqlen_q, 0, -np.inf)",
+                ),
+            ),
+            Wrong(
+                "the mask has a row for each key; it must have a row for each query",
+                edit=("return j <= i + seqlen_k - seqlen_q", "return (j <= i + seqlen_k - seqlen_q).T"),
+            ),
             Wrong("the triangle is the upper one: queries see what comes after them", edit=("j <= i", "j >= i")),
         ),
     ),
@@ -376,7 +396,7 @@ EXERCISES = [
         also_right=(MASKED_ROW_BY_ROW,),
         wrong=(
             Wrong(
-                "a row that sees no key is not treated apart: its maximum is -inf, and -inf - (-inf) is NaN",
+                "a row that sees no key is not treated apart: -inf - (-inf) is NaN, and so is 0 / 0 later on",
                 source=MASKED_NAN,
                 stumble=13,
             ),

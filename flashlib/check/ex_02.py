@@ -156,6 +156,12 @@ EXERCISES = [
             Wrong("only the arithmetic is looked at", edit=("max(compute_s, memory_s)", "compute_s")),
             Wrong("only the bytes are looked at", edit=("max(compute_s, memory_s)", "memory_s")),
             Wrong("GB/s is taken for TB/s: the bandwidth is 1000 times too high", edit=("1e9", "1e12")),
+            Wrong("GB/s is taken for MB/s: the bandwidth is 1000 times too low", edit=("1e9", "1e6")),
+            Wrong("TFLOP/s is taken for GFLOP/s: the peak is 1000 times too low", edit=("1e12", "1e9")),
+            Wrong(
+                "the mean of the two times is taken: the kernel has to wait for the longer one",
+                edit=("max(compute_s, memory_s)", "(compute_s + memory_s) / 2"),
+            ),
         ),
     ),
     Exercise(
@@ -193,6 +199,12 @@ EXERCISES = [
             Wrong("S and P are written and never read back", edit=("4 + 2 * mask + 2 * dropout", "2 + mask + dropout")),
             Wrong("the output is not written", edit=("2 * seqlen_q + 2 * seqlen_k", "seqlen_q + 2 * seqlen_k")),
             Wrong("elements are counted, not bytes", edit=(" * itemsize\n", "\n")),
+            Wrong("an element always has 2 bytes, whatever `itemsize` is", edit=(" * itemsize\n", " * 2\n")),
+            Wrong("only S and P are counted", edit=("(squares * square + narrow)", "squares * square")),
+            Wrong(
+                "all four narrow arrays are counted with seqlen_k; Q and the output have seqlen_q rows",
+                edit=("2 * seqlen_q + 2 * seqlen_k", "4 * seqlen_k"),
+            ),
         ),
     ),
 ]

@@ -98,6 +98,23 @@ MERGE_SUMS = Exercise(
             "the pair is returned as (l, m): m comes first",
             edit=("return m, l", "return l, m"),
         ),
+        Wrong("the smaller of the two maxima is taken for m", edit=("np.maximum", "np.minimum")),
+        Wrong(
+            "each piece gets the other one's factor",
+            edit=(
+                "np.exp(m_a - m) * l_a + np.exp(m_b - m) * l_b",
+                "np.exp(m_b - m) * l_a + np.exp(m_a - m) * l_b",
+            ),
+        ),
+        Wrong(
+            "the second piece is taken to hold the maximum, so the first one's factor is exp(m_a - m_b)",
+            edit=("np.exp(m_a - m) * l_a + np.exp(m_b - m) * l_b", "np.exp(m_a - m_b) * l_a + l_b"),
+        ),
+        Wrong(
+            "the larger of the two sums is taken: both pieces count, each with its factor",
+            edit=("np.exp(m_a - m) * l_a + np.exp(m_b - m) * l_b", "np.maximum(l_a, l_b)"),
+        ),
+        Wrong("the logarithm of l is returned", edit=("return m, l", "return m, np.log(l)")),
     ),
     also_right=(
         """def merge_sums(m_a, l_a, m_b, l_b):
@@ -210,6 +227,7 @@ MERGE_STATES = Exercise(
             "Python's max or an if is used on arrays with an entry a row: np.maximum and np.where decide row by row",
             edit=("np.maximum(a.m, b.m)", "max(a.m, b.m)"),
         ),
+        Wrong("the fields come back in the order (l, m, acc)", edit=("State(m, l, acc)", "State(l, m, acc)")),
     ),
     also_right=(
         """def merge_states(a, b):
@@ -238,6 +256,7 @@ def _cases_attend_in_blocks():
         Case("ten scores in blocks of four", s, v, 4),
         Case("one block holds the row", s, v, 16),
         Case("scores about 1000", s + 1000, v, 3),
+        Case("scores about -1000", s - 1000, v, 3),
         Case("the scores fall by 900", falling, v[:6], 2),
         Case("the first block is masked", masked, v, 3),
         Case("every score is masked", np.full(4, -np.inf), v[:4], 2),
@@ -369,6 +388,16 @@ ATTEND_IN_BLOCKS = Exercise(
             edit=("        if m_new == -np.inf:\n            continue\n", ""),
             stumble=13,
         ),
+        Wrong(
+            "the running maximum starts at 0 and not at -inf: where all scores are far below 0, every exp is 0",
+            edit=("m, l, acc = -np.inf, 0.0", "m, l, acc = 0.0, 0.0"),
+        ),
+        Wrong(
+            "the loop ends at the first masked block: later ones may hold scores",
+            edit=("            continue\n", "            break\n"),
+        ),
+        Wrong("l is returned in place of lse", edit=("m + np.log(l)", "l")),
+        Wrong("m is returned in place of lse", edit=("m + np.log(l)", "m")),
         Wrong(
             "0 is divided by 0 where every score is masked",
             edit=("    if l == 0:\n        return acc, -np.inf\n", ""),

@@ -101,7 +101,7 @@ def _state(rng, rows, head_dim_v, fresh=False):
 def _update_cases():
     rng = np.random.default_rng(42)
     x = rng.standard_normal
-    full = (*_state(rng, 3, 2), x((3, 4)), x((5, 4)), x((5, 2)), 5, 0.5)
+    full = (*_state(rng, 3, 2), x((3, 4)), x((5, 4)), x((5, 2)), 5, 0.7)
     first = (*_state(rng, 3, 2, fresh=True), x((3, 4)), x((5, 4)), x((5, 2)), 5, 0.5)
     padded = (
         *_state(rng, 3, 2),
@@ -179,6 +179,14 @@ def update(m_i, l_i, acc, q_i, k_j, v_j, valid, scale):
         ),
         Wrong("the scores are not scaled", edit=("scale * (q_i @ k_j.T)", "q_i @ k_j.T")),
         Wrong("the scale is applied twice", edit=("scale * (q_i @ k_j.T)", "scale * (scale * q_i @ k_j.T)")),
+        Wrong(
+            "1/sqrt(d) is used whatever `scale` is",
+            edit=("scale * (q_i @ k_j.T)", "q_i @ k_j.T / np.sqrt(q_i.shape[1])"),
+        ),
+        Wrong(
+            "rows are masked in place of keys: keys are the columns, s[:, valid:]",
+            edit=("s[:, valid:] = -np.inf", "s[valid:] = -np.inf"),
+        ),
         Wrong(
             "the rescale is inverted, exp(m_new - m_i), as FlashAttention-2's Algorithm 1 prints it for acc",
             edit=("alpha[:, None] * acc", "acc / alpha[:, None]"),
@@ -268,6 +276,22 @@ def loop_bounds(i, block_m, block_n, seqlen_q, seqlen_k):
             "the diagonal is off by one: every query sees one key too many",
             source=_BOUNDS_SOLUTION.replace("offset + 1, 0", "offset + 2, 0"),
         ),
+        Wrong("the two are returned as (end, full)", edit=("return full, end", "return end, full")),
+        Wrong(
+            "`end` is one tile too far: it is the first empty tile", edit=("return full, end", "return full, end + 1")
+        ),
+        Wrong(
+            "one diagonal tile is taken for granted, full = end - 1: there can be several, or none",
+            edit=("    return full, end", "    full = max(end - 1, 0)\n    return full, end"),
+        ),
+        Wrong(
+            "the last row of the tile is taken one too far",
+            edit=("min(first_row + block_m, seqlen_q) - 1", "min(first_row + block_m, seqlen_q)"),
+        ),
+        Wrong(
+            "one tile is added to a division rounded down, also where nothing is left over",
+            edit=("-(-seen_by_any // block_n)", "seen_by_any // block_n + 1"),
+        ),
         Wrong(
             "the last diagonal tile is skipped (division rounded down)",
             edit=("-(-seen_by_any // block_n)", "seen_by_any // block_n"),
@@ -355,6 +379,8 @@ def _forward_cases():
         q, k, v = (rng.standard_normal(shape) for shape in ((seqlen_q, 4), (seqlen_k, 4), (seqlen_k, 3)))
         return Case(label, size * q, k, v, block_m, block_n, causal, scale)
 
+    x = np.random.default_rng(5).standard_normal
+
     by_hand = Case(
         "the scores 1, 2, 3, 4 of chapter 03",
         np.array([[1.0]]),
@@ -375,6 +401,9 @@ def _forward_cases():
         case("causal, rows without a key", 9, 4, 2, 3, True),
         case("a negative scale", 6, 6, 4, 4, False, scale=-1.5),
         case("scores in the thousands", 6, 9, 4, 2, False, size=1000.0),
+        Case(
+            "all scores below -1000", *(np.full((5, 2), -40.0) + x((5, 2)), 30 + x((6, 2)), x((6, 3))), 2, 4, False, 0.5
+        ),
     ]
 
 
@@ -483,6 +512,11 @@ def forward(q, k, v, block_m, block_n, causal, scale):
             edit=("m_new = np.maximum(m_i, s.max(axis=1))", "m_new = np.zeros(len(q_i))"),
             stumble=11,
         ),
+        Wrong(
+            "the running maximum starts at 0 and not at -inf: where all scores are far below 0, every exp is 0",
+            edit=("m_i = np.full(len(q_i), -np.inf)", "m_i = np.zeros(len(q_i))"),
+        ),
+        Wrong("the output is transposed", edit=("return out", "return out.T")),
     ),
 )
 

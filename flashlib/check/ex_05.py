@@ -97,7 +97,7 @@ def requested(seqlen_q, seqlen_k, head_dim, block_m, itemsize):
 
 def _requested_cases():
     sizes = [
-        ("one tile holds all queries", 64, 96, 32, 64, 2),
+        ("one tile holds all queries", 50, 130, 32, 64, 2),
         ("tiles that divide the length", 256, 256, 64, 64, 2),
         ("a ragged length", 300, 200, 64, 128, 2),
         ("float32", 300, 200, 64, 128, 4),
@@ -139,10 +139,14 @@ def requested(seqlen_q, seqlen_k, head_dim, block_m, itemsize):
             "K and V are loaded once for every query, not once for every query tile",
             edit=("tiles_q = -(-seqlen_q // block_m)", "tiles_q = seqlen_q"),
         ),
+        Wrong(
+            "K and V are taken to have seqlen_q rows; they have seqlen_k",
+            edit=("tiles_q * 2 * seqlen_k", "tiles_q * 2 * seqlen_q"),
+        ),
         Wrong("V is not loaded", edit=("tiles_q * 2 * seqlen_k", "tiles_q * seqlen_k")),
         Wrong("the lse is not stored", edit=(" + seqlen_q * 4", "")),
         Wrong("the lse has the itemsize of q, not float32's 4 bytes", edit=("seqlen_q * 4", "seqlen_q * itemsize")),
-        Wrong("the output is not stored", edit=("stores = seqlen_q * head_dim", "stores = 0")),
+        Wrong("the output is not stored, or Q is not loaded", edit=("stores = seqlen_q * head_dim", "stores = 0")),
         Wrong(
             "elements are counted, not bytes",
             edit=("(loads + stores) * itemsize + seqlen_q * 4", "loads + stores + seqlen_q"),
@@ -193,6 +197,7 @@ def _best_cases():
         ("227 KiB, head_dim 128", 116_224, 128, 8192),
         ("227 KiB, head_dim 256", 116_224, 256, 8192),
         ("a short sequence, which one query tile can hold", 83_456, 64, 128),
+        ("memory for 64 × 64 tiles of head_dim 16, and not one element more", 8_192, 16, 4096),
     ]
     return [Case(label, *size) for label, *size in sizes]
 
@@ -236,6 +241,19 @@ def best_tiles(memory, head_dim, seqlen):
             "the number of query tiles is rounded down, so that a sequence shorter than a tile seems free",
             edit=("-(-seqlen // block_m) * 2", "seqlen // block_m * 2"),
         ),
+        Wrong(
+            "the number of query tiles is left a fraction: a tile longer than the sequence saves nothing",
+            edit=("-(-seqlen // block_m) * 2", "seqlen / block_m * 2"),
+        ),
+        Wrong(
+            "tiles that fill the memory to the last element are left out: they fit",
+            edit=("on_chip > memory", "on_chip >= memory"),
+        ),
+        Wrong(
+            "only powers of two are tried",
+            edit=("in range(16, 257, 16):\n        for", "in (16, 32, 64, 128, 256):\n        for"),
+        ),
+        Wrong("256 is left out: range(16, 256, 16) ends at 240", source=_BEST_SOLUTION.replace("257", "256")),
         Wrong("the pair is returned as (block_n, block_m)", edit=("-best[2], -best[1]", "-best[1], -best[2]")),
         Wrong(
             "of equals the smallest block_n is taken",

@@ -269,6 +269,15 @@ DK_DV = Exercise(
             edit=("range(0, len(q), block_m)", "range(0, len(q) - block_m + 1, block_m)"),
         ),
         Wrong("delta is left out of dS", edit=("p * (dp - delta[rows, None])", "p * dp")),
+        Wrong("delta is added where it must be subtracted", edit=("dp - delta", "dp + delta")),
+        Wrong(
+            "delta is made again from this tile's keys: it is given, for the whole row",
+            edit=("delta[rows, None]", "(p * dp).sum(axis=1, keepdims=True)"),
+        ),
+        Wrong(
+            "1/sqrt(head_dim) is used in place of the argument `scale`",
+            edit=("    dk, dv = np.zeros", "    scale = 1 / np.sqrt(k.shape[1])\n    dk, dv = np.zeros"),
+        ),
         Wrong(
             "dk and dv divide by the number of tiles: tiles are added, not averaged",
             edit=("return dk, dv", "return dk / -(-len(q) // block_m), dv / -(-len(q) // block_m)"),
@@ -412,6 +421,34 @@ BACKWARD = Exercise(
             "each tile overwrites dk: every tile of queries adds its part to the same keys",
             edit=("dk[keys] +=", "dk[keys] ="),
         ),
+        Wrong(
+            "each tile overwrites dv: every tile of queries adds its part to the same keys",
+            edit=("dv[keys] +=", "dv[keys] ="),
+        ),
+        Wrong(
+            "the short last tile of queries is left out",
+            edit=("range(0, len(q), block_m)", "range(0, len(q) - block_m + 1, block_m)"),
+        ),
+        Wrong(
+            "the short last tile of keys is left out",
+            edit=("range(0, len(k), block_n)", "range(0, len(k) - block_n + 1, block_n)"),
+        ),
+        Wrong("delta is added where it must be subtracted", edit=("dp - delta", "dp + delta")),
+        Wrong(
+            "P is the softmax of one tile alone: its maximum and sum come from these keys, lse knows the whole row",
+            edit=(
+                "p = np.exp(s - lse[rows, None])",
+                "e = np.exp(s - np.maximum(s.max(1, keepdims=True), -1e9))\n"
+                "            p = e / np.where(e.sum(1, keepdims=True) == 0, 1, e.sum(1, keepdims=True))",
+            ),
+        ),
+        Wrong("a query does not see the key on its own diagonal (< in place of <=)", edit=("j <= i", "j < i")),
+        Wrong(
+            "the offset has the wrong sign: it is len(k) - len(q)",
+            edit=("offset = len(k) - len(q)", "offset = len(q) - len(k)"),
+            stumble=12,
+        ),
+        Wrong("the scale is left out when S is recomputed", edit=("scale * (q[rows]", "(q[rows]")),
         Wrong("the gradients come back in the order (dk, dq, dv)", edit=("return dq, dk, dv", "return dk, dq, dv")),
         Wrong("the gradients come back in the order (dq, dv, dk)", edit=("return dq, dk, dv", "return dq, dv, dk")),
         Wrong(
