@@ -6,6 +6,8 @@ the price of that idea. Chapter 08 walks through them; the last computes what `f
 Source: FlashAttention-2, algorithm 1 and section 3.2, https://arxiv.org/abs/2307.08691
 """
 
+import math
+
 import torch
 
 from flashlib import device
@@ -388,6 +390,8 @@ def _check(q, k, v, step, causal, scale, return_lse, block_m, block_n):
     if step not in STEPS:
         raise ValueError(f"step must be one of {_NAMES}, got {step!r}")
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
         shape = tuple(x.shape)
         if len(shape) != 4 or shape[:2] != q.shape[:2] or shape[3] != q.shape[3] or shape[3] not in _HEAD_DIMS:
             raise ValueError(f"{name} must be (batch, nheads, seqlen, head_dim), head_dim {_HEAD_DIMS}, got {shape}")
@@ -404,5 +408,7 @@ def _check(q, k, v, step, causal, scale, return_lse, block_m, block_n):
         raise ValueError(f"causal must be False in the step {step}, got {causal!r}")
     if return_lse and not has(step, "lse"):
         raise ValueError(f"return_lse must be False in the step {step}, got {return_lse!r}")
+    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number or None, got {scale!r}")
     if scale is not None and scale <= 0 and has(step, "base2"):
         raise ValueError(f"scale must be positive in the step {step}, got {scale!r}")

@@ -258,6 +258,8 @@ def scores(q, k, *, scale=None, block_m=None, block_n=None):
     _check(2, q=q, k=k)
     if q.shape[1] != k.shape[1] or not 1 <= q.shape[1] <= 256:
         raise ValueError(f"q and k must have one head_dim of 1 to 256, got {q.shape[1]} and {k.shape[1]}")
+    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number or None, got {scale!r}")
     # Float32 blocks are twice as large: at 64 rows and head_dim 256 they would not fit in a consumer card's 99 KB.
     side = 32 if q.dtype == torch.float32 else 64
     block_m, block_n = (side if block is None else block for block in (block_m, block_n))

@@ -116,6 +116,7 @@ def test_a_step_fits_on_a_page():
         ({"step": "lse", "causal": True}, "causal must be False in the step lse"),
         ({"step": "tail", "return_lse": True}, "return_lse must be False in the step tail"),
         ({"scale": -1.0}, "scale must be positive in the step skip, got -1.0"),
+        ({"scale": float("nan")}, "scale must be a finite number or None, got nan"),
         ({"block_n": 24}, "block_n must be a power of two of at least 16, got 24"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -128,6 +129,13 @@ def test_errors(options, message):
 
 def test_shapes_are_checked():
     x = torch.zeros(1, 1, 20, 16, device=DEVICE)
-    for q, k, v in [(x, x, x[:, :, :5]), (x, x[..., :8], x), (x, x.half(), x), (x[..., :12],) * 3, (x[0],) * 3]:
+    for q, k, v in [
+        (x, x.tolist(), x),
+        (x, x, x[:, :, :5]),
+        (x, x[..., :8], x),
+        (x, x.half(), x),
+        (x[..., :12],) * 3,
+        (x[0],) * 3,
+    ]:
         with pytest.raises(ValueError, match=" must "):
             forward_steps.forward(q, k, v)

@@ -182,6 +182,7 @@ X, V = torch.zeros(4, 16, device=WHERE), torch.zeros(4, device=WHERE)
         (lambda: softmax_unfused(X.double()), "s must have dtype"),
         (lambda: scores(X, X[:, :8]), "q and k must have one head_dim of 1 to 256, got 16 and 8"),
         (lambda: scores(X, X.half()), "k must have dtype and device of q"),
+        (lambda: scores(X, X, scale="1"), "scale must be a finite number or None, got '1'"),
         (lambda: scores(X, X, block_m=8), "block_m must be a power of two of at least 16, got 8"),
         (lambda: scores(X, X, block_n=48), "block_n must be a power of two of at least 16, got 48"),
         (lambda: scores(X, V[:1, None].expand(2**20, 16), block_n=16), "k must have at most 65535 tiles"),

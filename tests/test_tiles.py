@@ -114,3 +114,11 @@ def test_what_the_copy_engine_can_read(view, answer):
 def test_a_card_that_is_too_small_says_so():
     with pytest.raises(RuntimeError, match="too little shared memory for head_dim 256"):
         tiles.tile_for("forward", 75, 2, 256, False)
+
+
+def test_three_forward_programs_fit_on_a_multiprocessor_of_a_hopper_gpu():
+    # Chapter 08 says so: at one stage K and V share a buffer. 228 KiB and 65536 registers a multiprocessor.
+    (compiled,) = compile_many([job("forward", "bf16", 128, False, 90)])
+    assert 3 * compiled.shared_bytes <= 228 * 1024 < 5 * compiled.shared_bytes
+    assert 3 * 128 * compiled.registers <= 65536
+    assert compiled.stack_bytes == 0

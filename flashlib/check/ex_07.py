@@ -179,6 +179,10 @@ def spread_kernel(x_ptr, out_ptr, stride_row, stride_col, columns, BLOCK: tl.con
             "the rows are taken to lie close together: the next one begins `stride_row` further, not `columns`",
             edit=("row * stride_row", "row * columns"),
         ),
+        Wrong(
+            "both strides are left out: the numbers are taken to lie one after the other, row by row",
+            edit=("row * stride_row + offs * stride_col", "row * columns + offs"),
+        ),
         Wrong("the stride of the columns is missing", edit=("offs * stride_col", "offs")),
         Wrong(
             "the two strides are exchanged",

@@ -521,6 +521,19 @@ _FORWARD = Exercise(
         Wrong("out is not divided by l", edit=("acc / l_safe[:, None]", "acc")),
         Wrong("every head stores its lse at the place of the first", edit=("lse_ptr + pid_bh * seqlen_q", "lse_ptr")),
         Wrong(
+            "lse forgets the batch: the heads of every batch store theirs at the place of the first batch's",
+            edit=("lse_ptr + pid_bh * seqlen_q", "lse_ptr + h * seqlen_q"),
+        ),
+        Wrong(
+            "lse is stored without a mask: the rows past the last query overwrite the next head's",
+            edit=(", mask=offs_m < seqlen_q", ""),
+        ),
+        Wrong(
+            "the loop ends where it should (bottom right), but the mask of the last tiles is aligned at the top left",
+            edit=("(offs_n[None, :] <= offs_m[:, None] + seqlen_k - seqlen_q)", "(offs_n[None, :] <= offs_m[:, None])"),
+            stumble=12,
+        ),
+        Wrong(
             "V begins at row 0 in every step of the loop",
             edit=("v_ptr, stride_v, b, h, first_n", "v_ptr, stride_v, b, h, 0"),
         ),
