@@ -14,7 +14,7 @@ COMPLETE := $(RUN) -c 'import importlib.metadata as m, re, sys; \
 	sys.exit(not all(d.locate_file(f).exists() for d in m.distributions() \
 	for f in re.findall(r"^\w+(?:/__init__)?\.py(?=,)", d.read_text("RECORD") or "", re.M)))' 2>/dev/null
 # Of what pip prints, the large downloads; warnings and errors are on stderr and are all shown.
-BRIEF := awk '/^ *Downloading .*MB\)/ || /^Processing .*whl/ {print "  " $$1, $$2, $$3, $$4; fflush()} \
+BRIEF := awk '/^ *Downloading .*MB\)/ {print "  " $$1, $$2, $$3, $$4; fflush()} \
 	/^Installing collected/ {print "  Installing", NF - 3, "packages"; fflush()}'
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with tests/nbval.cfg --nbval-cell-timeout 120 \
 	--nbval-kernel-startup-timeout 120 --every-cell
