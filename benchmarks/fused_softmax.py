@@ -22,16 +22,16 @@ them, each score read once and each weight written once, so that it compares spe
 
 import argparse
 import csv
-import datetime
-import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-import torch
+# Before PyTorch: where there is no GPU it switches Triton's interpreter on, before anything else imports Triton.
+from flashlib import device  # isort: skip
 
-from flashlib import device
+import torch
+from cost import machine, percentiles
+
 from flashlib.fused_softmax import softmax, softmax_unfused
 
 # 2^28 scores, 512 MiB in bf16: larger than any L2. The last shape fits in the 50 MB of an H200's.
@@ -107,13 +107,6 @@ def measure(calls, rounds):
     return {name: percentiles(values) for name, values in read.items()}
 
 
-def percentiles(values):
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    tenths = statistics.quantiles(values, n=10, method="inclusive")
-    return tenths[1], statistics.median(values), tenths[7]
-
-
 def run_shape(rows, columns, rounds):
     torch.manual_seed(0)
     s = 2 * torch.randn(rows, columns, device=device.kernel_device(), dtype=torch.float32).to(torch.bfloat16)
@@ -128,29 +121,6 @@ def run_shape(rows, columns, rounds):
         row |= {"ms_p20": p20, "ms_p50": p50, "ms_p80": p80, "gb_per_s": 2 * s.numel() * s.element_size() / p50 / 1e6}
         out.append(row)
     return out
-
-
-def output_of(*command):
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
-def machine(commit):
-    """Return the columns that name the machine, the versions, the commit and the day."""
-    cuda = torch.cuda.is_available()
-    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else ""
-    return {
-        "gpu": torch.cuda.get_device_name() if cuda else "cpu",
-        "driver": driver.splitlines()[0] if driver else "",
-        "torch": torch.__version__,
-        "triton": device.triton.__version__,
-        "commit": commit if commit is not None else output_of("git", "rev-parse", "--short", "HEAD"),
-        "date": datetime.date.today().isoformat(),
-    }
 
 
 def write(path, rows):

@@ -415,6 +415,8 @@ def test_kernel_of_a_notebook_cell_is_accepted(tmp_path):
 
 @pytest.mark.skipif(not device.interpreting(), reason="on a GPU the benchmark itself is run")
 def test_benchmark_runs_on_tiny_shapes(tmp_path, monkeypatch):
+    # As when the script is started: the scripts beside it can be imported.
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     spec = importlib.util.spec_from_file_location("benchmark_fused_softmax", ROOT / "benchmarks" / "fused_softmax.py")
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
