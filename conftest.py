@@ -69,6 +69,23 @@ def pytest_sessionfinish(session):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+def score(stats):
+    """Return the mutation score of a run as text, in all and by function; "" if no mutant was tried."""
+    tried = [
+        value
+        for outcome in ("passed", "failed")
+        for report in stats.get(outcome, [])
+        for name, value in report.user_properties
+        if name == "mutant"
+    ]
+    by_function = {where: [found for at, found in tried if at == where] for where, _ in tried}
+    parts = [f"{where} {sum(founds)}/{len(founds)}" for where, founds in sorted(by_function.items())]
+    found = sum(found for _, found in tried)
+    return f"mutants found: {found} of {len(tried)} ({', '.join(parts)})" if tried else ""
+
+
 def pytest_terminal_summary(terminalreporter, config):
+    if score(terminalreporter.stats):
+        terminalreporter.write_line(score(terminalreporter.stats))
     if getattr(config, "every_cell_complaint", None):
         terminalreporter.write_line(f"FAILED  every cell must run: {config.every_cell_complaint}", red=True)

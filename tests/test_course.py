@@ -370,6 +370,15 @@ def test_a_notebook_run_must_have_run_every_cell(expected, stats, words):
     assert (found is None) if words is None else (words in found)
 
 
+def test_the_mutation_score_counts_found_and_survived():
+    def tried(where, found):
+        return SimpleNamespace(user_properties=[("mutant", (where, found))])
+
+    stats = {"passed": [tried("a.b", True), SimpleNamespace(user_properties=[])], "failed": [tried("a.b", False)]}
+    assert conftest.score(stats) == "mutants found: 1 of 2 (a.b 1/2)"
+    assert conftest.score({"passed": [SimpleNamespace(user_properties=[])]}) == ""
+
+
 @pytest.mark.parametrize(
     ("source", "status", "words"),
     [("print(1)", 0, "1 passed"), ("print(2)", 1, "1 failed"), (None, 1, "0 of 0 code cells ran")],
