@@ -38,7 +38,7 @@ gpu-test: venv ## on a machine with a GPU: every test of the kernels, compiled, 
 	$(RUN) -m pytest -n $(JOBS) --maxprocesses 16 -q -m "not compile" $(KERNEL_TESTS)
 
 compile-test: venv ## compile the whole table of tiles for every card, GPU or not (long)
-	$(RUN) -m pytest -n $(JOBS) --maxprocesses 8 -q -m compile tests
+	$(RUN) -m pytest -n $(JOBS) --maxprocesses 8 -q -rP -m compile tests
 
 bench: venv ## on a machine with a GPU: time flashlib beside the kernels found there, write the CSV, print a table
 	$(RUN) -m flashlib.bench attention

@@ -8,6 +8,7 @@ share few kernels.
 import gc
 import math
 import random
+import time
 
 import pytest
 import torch
@@ -194,21 +195,33 @@ def test_offsets_past_32_bits(layout):
         torch.testing.assert_close(a, b)
 
 
+def settled(allocated):
+    """Wait until no more memory than `allocated` is held: autograd's thread lets go of a graph a moment late."""
+    gc.collect()
+    for _ in range(500):
+        if torch.cuda.memory_allocated() == allocated:
+            break
+        time.sleep(0.01)
+    assert torch.cuda.memory_allocated() == allocated
+    torch.cuda.reset_peak_memory_stats()
+
+
 @pytest.mark.parametrize("seqlen", [1024, 65536])
 def test_memory(seqlen):
     q, k, v = (torch.randn(1, 2, seqlen, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     dout = torch.randn(1, 2, seqlen, 64, device="cuda", dtype=torch.bfloat16)
-    torch.autograd.grad(flash_attention(q, k, v), (q, k, v), dout)
     gc.collect()
-    tensor_bytes, row_bytes = q.numel() * 2, 2 * seqlen * 4
-    torch.cuda.reset_peak_memory_stats()
+    # What an earlier test left to autograd's thread.
+    time.sleep(0.3)
     start = torch.cuda.memory_allocated()
+    torch.autograd.grad(flash_attention(q, k, v), (q, k, v), dout)
+    tensor_bytes, row_bytes = q.numel() * 2, 2 * seqlen * 4
+    settled(start)
     out = flash_attention(q, k, v)
     assert torch.cuda.max_memory_allocated() - start == tensor_bytes + row_bytes
-    torch.cuda.reset_peak_memory_stats()
-    start = torch.cuda.memory_allocated()
+    settled(start + tensor_bytes + row_bytes)
     torch.autograd.grad(out, (q, k, v), dout)
-    assert torch.cuda.max_memory_allocated() - start == 3 * tensor_bytes + row_bytes
+    assert torch.cuda.max_memory_allocated() - start == 4 * tensor_bytes + 2 * row_bytes
 
 
 @pytest.mark.parametrize(
@@ -306,7 +319,8 @@ def test_every_tile_of_the_table(itemsize, columns, causal, monkeypatch):
     for kernel in ("forward", "dkdv", "dq"):
         row = tiles.TILES[kernel, 90, itemsize]
         wanted = row[min(wider for wider in row if wider >= columns)]
-        assert asked[kernel, itemsize, columns, causal] == (wanted[causal] if isinstance(wanted[0], tuple) else wanted)
+        wanted = wanted[causal] if isinstance(wanted[0], tuple) else wanted
+        assert asked[kernel, itemsize, columns, causal] == tiles.Tile(*wanted)
 
 
 @pytest.mark.parametrize("block_m", [16, 32, 64, 128])
