@@ -40,7 +40,7 @@ FIELDS = [
     "commit",
     "date",
 ]
-_TEXT = {"kernel", "pass", "dtype", "impl", "gpu", "driver", "torch", "triton", "commit", "date", "unit", "source"}
+_TEXT = set("kernel pass dtype tensor impl gpu driver torch triton commit date unit source".split())
 
 
 def read_results(subject, gpu="h200"):
