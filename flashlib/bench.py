@@ -40,7 +40,7 @@ FIELDS = [
     "commit",
     "date",
 ]
-_TEXT = set("kernel pass dtype tensor impl gpu driver torch triton commit date unit source".split())
+_TEXT = {"kernel", "pass", "dtype", "tensor", "impl", "unit", "source", *FIELDS[-6:]}
 
 
 def read_results(subject, gpu="h200"):
