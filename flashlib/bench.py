@@ -18,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 
+from flashlib import cost
+
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 FIELDS = [
     *("pass", "head_dim", "causal", "seqlen_q", "seqlen_k", "batch", "nheads", "nheads_kv", "dtype", "impl"),
@@ -130,6 +132,53 @@ def results_path(subject, gpu):
     return RESULTS / folder / f"{subject}.csv"
 
 
+def doubts(rows, gpu="H200"):
+    """Name what in the rows of an attention benchmark cannot be, or is so unlikely that it must be looked at again.
+
+    Args:
+        rows: dicts with FIELDS, as `read_results` returns them, in the order they were measured; or with impl and
+            gb_per_s, for kernels that memory limits.
+        gpu: a name of `cost.GPUS`, whose peak and bandwidth no result can pass.
+
+    Returns:
+        list of str, one for each doubt; empty where there is none.
+    """
+    peak, bandwidth = cost.GPUS[gpu].peak_tflops, cost.GPUS[gpu].bandwidth_gb_s
+    found, series = [], {}
+    for row in rows:
+        if row.get("gb_per_s"):
+            if row["gb_per_s"] > bandwidth:
+                found.append(f"{row['impl']}: {row['gb_per_s']:.0f} GB/s is above the memory's {bandwidth} GB/s")
+            continue
+        d, n, ms, speed = row["head_dim"], row["seqlen_q"], row["ms_p50"], row["tflops"]
+        name = f"{row['impl']} {row['pass']}, head_dim {d}, causal {row['causal']}, seqlen {n}"
+        flops = attention_flops(row["pass"] == "bwd", row["batch"], row["nheads"], n, d, row["causal"])
+        moved = cost.compulsory_bytes(n, n, d, batch=row["batch"], nheads=row["nheads"])
+        if speed > peak:
+            found.append(f"{name}: {speed:.0f} TFLOP/s is above the peak, {peak} TFLOP/s")
+        if abs(flops / ms / 1e9 / speed - 1) > 0.01:
+            found.append(f"{name}: the usual FLOPs in {ms} ms are {flops / ms / 1e9:.0f} TFLOP/s, not {speed:.0f}")
+        if moved / ms / 1e6 > bandwidth:
+            found.append(f"{name}: its inputs and outputs alone make {moved / ms / 1e6:.0f} GB/s, memory {bandwidth}")
+        if not row["ms_p20"] <= ms <= row["ms_p80"]:
+            found.append(f"{name}: the percentiles are out of order")
+        kind = (row["impl"], row["pass"], row["dtype"], d)
+        series.setdefault((*kind, row["causal"]), []).append((name, flops, ms, n))
+    for (*kind, causal), line in series.items():
+        for (_, flops, ms, _), (name, more, longer, _) in itertools.pairwise(line):
+            if more >= 1.5 * flops and longer < 1.15 * ms:
+                found.append(
+                    f"{name}: {more / flops:.0f} times the work of the row before in {longer / ms:.2f} the time"
+                )
+        if len(line) > 1 and line[0][2] / line[0][1] > 3 * line[1][2] / line[1][1]:
+            found.append(f"{line[0][0]}: for a FLOP the first row takes over 3 times as long as the next")
+        full = {n: ms for _, _, ms, n in series.get((*kind, 0), [])} if causal else {}
+        for name, _, ms, n in line:
+            if n >= 2048 and ms > 0.85 * full.get(n, float("inf")):
+                found.append(f"{name}: causal takes {ms / full[n]:.2f} of the time without")
+    return found
+
+
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
@@ -213,7 +262,8 @@ def chart(rows, passes=("fwd", "bwd")):
 
     panels = list(dict.fromkeys((row["head_dim"], row["causal"]) for row in rows))
     size = {"figsize": (3.1 * len(panels), 2.7 * len(passes) + 0.9)}
-    figure, axes = plt.subplots(len(passes), len(panels), sharex=True, sharey="row", squeeze=False, **size)
+    shared = {"sharex": True, "sharey": "row", "squeeze": False, "layout": "constrained"}
+    figure, axes = plt.subplots(len(passes), len(panels), **shared, **size)
     for (pass_, line), (column, panel) in itertools.product(zip(passes, axes, strict=True), enumerate(panels)):
         ax = line[column]
         for name, (colour, dash, marker, label) in _LINES.items():
@@ -232,14 +282,13 @@ def chart(rows, passes=("fwd", "bwd")):
     handles = {}
     for ax in axes.flat:
         handles |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=4, frameon=False, fontsize=9)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     where = rows[0]
     caption = (
         f"{where['gpu']}, driver {where['driver']}, PyTorch {where['torch']}, Triton {where['triton']}, "
         f"commit {where['commit']}, {where['dtype']}, batch × seqlen = {where['batch'] * where['seqlen_q']} tokens"
     )
     figure.suptitle(caption, fontsize=8)
-    figure.tight_layout(rect=(0, 0.24 / len(passes), 1, 1))
     return figure
 
 
@@ -281,6 +330,9 @@ def main(arguments=None):
     print(file=sys.stderr)
     rows.sort(key=lambda row: (row["dtype"], row["pass"] == "bwd", row["head_dim"], row["causal"], row["seqlen_q"]))
     print(table(rows))
+    card = next((name for name in cost.GPUS if name in where["gpu"]), None)
+    for doubt in doubts(rows, card) if card else []:
+        print(f"look at this again: {doubt}")
     print(f"written to {out}")
     _save_chart(rows, out.with_suffix(".svg"))
 
