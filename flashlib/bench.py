@@ -239,11 +239,11 @@ def attention_flops(backward, batch, nheads, seqlen, head_dim, causal):
 
 def table(rows):
     """Return text with the TFLOP/s of `rows`: a line a shape, a column an implementation."""
-    names = list(dict.fromkeys(row["impl"] for row in rows))
-    lines = ["pass  d   causal seqlen " + "".join(f"{name[:11]:>12}" for name in names)]
+    widths = {row["impl"]: max(8, len(row["impl"]) + 2) for row in rows}
+    lines = ["pass  d   causal seqlen " + "".join(f"{name:>{width}}" for name, width in widths.items())]
     for key, group in itertools.groupby(rows, lambda row: tuple(row[f] for f in FIELDS[:4])):
         speeds = {row["impl"]: f"{row['tflops']:.0f}" for row in group}
-        cells = "".join(f"{speeds.get(name, '-'):>12}" for name in names)
+        cells = "".join(f"{speeds.get(name, '-'):>{width}}" for name, width in widths.items())
         lines.append(f"{key[0]:<5}{key[1]:<5}{key[2]:<6}{key[3]:>7} {cells}")
     return "\n".join(lines)
 
@@ -272,6 +272,8 @@ def chart(rows, passes=("fwd", "bwd")):
             if mine:
                 ax.plot(x, y, dash, color=colour, marker=marker, markersize=5, linewidth=1.4, label=label)
         ax.set_xscale("log", base=2)
+        lengths = sorted({r["seqlen_q"] for r in rows})
+        ax.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
         title = {"fwd": "forward", "bwd": "backward"}[pass_]
         ax.set_title(f"{title}, head_dim {panel[0]}, {'causal' if panel[1] else 'full'}", fontsize=9)
         if pass_ == passes[-1]:

@@ -13,23 +13,20 @@ CAUSES = {
 
 # --- 10.1 to 10.3: which flaw? ---------------------------------------------------------------------------------------
 
-_TASK = (
-    '`parts_10.text("{flaw}")` printed table {letter}. Which of the six mistakes made it? Set `flaw_{low}` to the number '
-    "in the list."
-)
+_TASK = "Table {letter} above came from one of the six mistakes. Set `flaw_{low}` to its number in the list."
 # What speaks against each of the other causes, in each table.
 _AGAINST = {
     "a": {
-        1: "a clock that does not wait shows about the same time in every row, and these times double with the length",
-        2: "the host's launch makes short kernels look alike, and here the shortest takes less than half of the next",
+        1: "a clock that does not wait shows about the same time in every row, and these grow with the length",
+        2: "the host's launch gives short kernels one and the same time, and here each length has a time of its own",
         3: "compiling makes the first row of a kernel slow, and none is slow here: speeds only rise with the length",
-        4: "Q, K, V and the output of any row are larger than the L2, and attention of this length hardly waits for bytes",
+        4: "Q, K, V and the output of any row are larger than the L2, and attention hardly waits for bytes",
         6: "a flag that did nothing would leave the times as they are, and the causal ones are nearly halved",
     },
     "b": {
         1: "a clock that does not wait shows the same time in all rows, and the last three times grow as the work does",
         3: "compiling makes one row slow, the first; three rows have the same time here",
-        4: "cached data make short rows fast, and here they are slow: 17 TFLOP/s",
+        4: "cached data make short rows fast, and here the short rows are the slow ones",
         5: "another count of FLOPs changes TFLOP/s and no time, and here the times themselves do not follow the work",
         6: "no row is causal",
     },
@@ -37,19 +34,19 @@ _AGAINST = {
         1: "a clock that does not wait shows the same time in all rows, and these grow from the first to the last",
         2: "an idle GPU makes small copies look slow, and here they are faster than the memory is",
         3: "compiling makes the first row slow, and it is faster than the memory here",
-        5: "bytes are counted, not FLOPs: the MiB times two over the time are the GB/s of each row",
+        5: "bytes are counted, not FLOPs: what is read and written, over the time, is the GB/s of each row",
         6: "nothing here has a mask",
     },
 }
 
 
-def _which(number, level, letter, flaw, right, title):
+def _which(number, level, letter, right, title):
     name = f"flaw_{letter}"
     return Exercise(
         id=f"10.{number}",
         title=title,
         level=level,
-        task=_TASK.format(flaw=flaw, letter=letter.upper(), low=letter),
+        task=_TASK.format(letter=letter.upper(), low=letter),
         name=name,
         stub=f"{name} = None\n",
         solution=f"{name} = {right}  # {CAUSES[right]}\n",
@@ -113,8 +110,8 @@ _PROGRAMS = Exercise(
     level=2,
     task=(
         "Write `programs_per_sm(registers, num_warps, shared_bytes, shared_kib_sm, max_warps)`. A multiprocessor has "
-        "65,536 registers. `registers` is what one thread takes; a warp has 32 threads and gets its registers in lots of "
-        "256, rounded up. A program takes `shared_bytes` of shared memory and 1 KiB more, which the system reserves, "
+        "65,536 registers. `registers` is what one thread takes; a warp has 32 threads and gets its registers in "
+        "lots of 256, rounded up. A program takes `shared_bytes` of shared memory and 1 KiB more, for the system, "
         "out of `shared_kib_sm` KiB. No more than `max_warps` warps can be there at a time."
     ),
     name="programs_per_sm",
@@ -145,8 +142,8 @@ _PROGRAMS = Exercise(
 )
 
 EXERCISES = [
-    _which(1, 1, "a", "counted", 5, "What is wrong with table A"),
-    _which(2, 1, "b", "idle", 2, "What is wrong with table B"),
-    _which(3, 1, "c", "cached", 4, "What is wrong with table C"),
+    _which(1, 1, "a", 5, "What is wrong with table A"),
+    _which(2, 1, "b", 2, "What is wrong with table B"),
+    _which(3, 1, "c", 4, "What is wrong with table C"),
     _PROGRAMS,
 ]
