@@ -261,7 +261,7 @@ def chart(rows, passes=("fwd", "bwd")):
     import matplotlib.pyplot as plt
 
     panels = list(dict.fromkeys((row["head_dim"], row["causal"]) for row in rows))
-    size = {"figsize": (3.1 * len(panels), 2.7 * len(passes) + 0.9)}
+    size = {"figsize": (3.6 * len(panels), 2.4 * len(passes) + 1.1)}
     shared = {"sharex": True, "sharey": "row", "squeeze": False, "layout": "constrained"}
     figure, axes = plt.subplots(len(passes), len(panels), **shared, **size)
     for (pass_, line), (column, panel) in itertools.product(zip(passes, axes, strict=True), enumerate(panels)):
@@ -284,11 +284,18 @@ def chart(rows, passes=("fwd", "bwd")):
     handles = {}
     for ax in axes.flat:
         handles |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=3 if len(panels) < 3 else 7,
+        frameon=False,
+        fontsize=9,
+    )
     where = rows[0]
     caption = (
         f"{where['gpu']}, driver {where['driver']}, PyTorch {where['torch']}, Triton {where['triton']}, "
-        f"commit {where['commit']}, {where['dtype']}, batch × seqlen = {where['batch'] * where['seqlen_q']} tokens"
+        f"commit {where['commit']}\n{where['dtype']}, batch × seqlen = {where['batch'] * where['seqlen_q']} tokens"
     )
     figure.suptitle(caption, fontsize=8)
     return figure

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from book import course
 from flashlib import bench, cost, peers, reference
 from flashlib.check import parts_10
 
@@ -225,3 +226,53 @@ def test_chart_command_draws_the_same_file_twice(tmp_path):
     for name in ("a.svg", "b.svg"):
         bench.main(["chart", "--out", str(tmp_path / name)])
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+# --- what chapter 10 says about the recorded numbers ------------------------------------------------------------------
+
+
+def chapter():
+    return course.read(bench.RESULTS.parent.parent / "notebooks" / "10_speed.ipynb")
+
+
+def speed(subject, impl, seqlen=4096, causal=0, pass_="fwd"):
+    wanted = {"impl": impl, "head_dim": 128, "seqlen_q": seqlen, "causal": causal, "pass": pass_}
+    return next(row for row in bench.read_results(subject) if wanted.items() <= row.items())
+
+
+def test_chapter_10_says_what_was_recorded():
+    text = "\n".join(cell.source for cell in chapter().cells if cell.cell_type == "markdown")
+    host = {row["impl"]: row["us_p50"] for row in bench.read_results("host")}
+    ours = speed("attention", "flashlib_portable")
+    flops = cost.flash_flops(4096, 4096, 128, batch=4, nheads=16)
+    longest = speed("attention", "flashlib_portable", 16384)
+    counted = next(r for r in bench.read_results("profile") if (r["seqlen"], r["causal"]) == (16384, 0))
+    dram = counted["dram_read_bytes"] + counted["dram_write_bytes"]
+    factors = {
+        "about 600 TFLOP/s": ours["tflops"] / 600,
+        "Eight times the peak": flops / host["flashlib_portable"] / 1e6 / cost.GPUS["H200"].peak_tflops / 8,
+        "the kernel requests 34.5 GB": counted["requested_bytes"] / 34.5e9,
+        "0.27 GB are compulsory": counted["compulsory_bytes"] / 0.27e9,
+        "0.3 GB: the right end": dram / 0.3e9,
+        "by a factor of sixty": 4.8e12 / (dram / longest["ms_p50"] * 1e3) / 60,
+        "seven cycles in ten": counted["tensor_pct"] / 70,
+        "The graph makes twenty times of it go away": host["flashlib_portable"] / host["flashlib_portable_graph"] / 20,
+    }
+    for said, factor in factors.items():
+        assert said in text
+        assert factor == pytest.approx(1, abs=0.1), said
+    assert counted["requested_bytes"] / longest["ms_p50"] / 1e6 > cost.GPUS["H200"].bandwidth_gb_s
+    assert 2 * speed("attention", "flashlib_portable", 16384, 1)["tflops"] > cost.GPUS["H200"].peak_tflops
+    assert speed("forward_steps", "step_two_loops")["tflops"] < speed("cost", "naive")["tflops"]
+
+
+def test_chapter_10_describes_its_bars_by_the_recorded_numbers():
+    alts = [cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "") for cell in chapter().cells]
+    ladder, host = (next(alt for alt in alts if start in alt) for start in ("the steps of chapter 08", "CUDA graph"))
+    for name, impl in (("flashlib", "flashlib_portable"), ("FlashAttention-2", "fa2"), ("FlexAttention", "flex")):
+        assert f"{name} {speed('attention', impl)['tflops']:.0f}" in ladder
+    for name, impl in (("cuDNN", "cudnn"), ("FlashAttention-4", "fa4"), ("FlashAttention-3", "fa3")):
+        assert f"{name} {speed('attention', impl)['tflops']:.0f}" in ladder
+    assert f"the naive form {speed('cost', 'naive')['tflops']:.0f}" in ladder
+    for row in bench.read_results("host"):
+        assert f" {row['us_p50']:.0f}" in host
