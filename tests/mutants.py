@@ -42,8 +42,8 @@ class Mutant(NamedTuple):
 #
 # key_range, hi_full one smaller; query_range, hi_full = seqlen_q: a tile more is tested.
 # query_range without `if end > seqlen_k`: keys past the end get some p, but a key's sums are its own and not stored.
-# whole_tiles, lo_full not at least lo: a tile before lo is not visited. hi_full not at least lo_full: if it is less, each
-# tile is tested either way.
+# whole_tiles, lo_full not at least lo: a tile before lo is not visited. hi_full not at least lo_full: if it is less,
+# each tile is tested either way.
 # _load_delta, other=1.0: such a row has p = 0.
 
 _MISTAKES = {

@@ -371,12 +371,12 @@ def test_a_notebook_run_must_have_run_every_cell(expected, stats, words):
 
 
 def test_the_mutation_score_counts_found_and_survived():
-    def tried(where, found):
-        return SimpleNamespace(user_properties=[("mutant", (where, found))])
+    def reports(*values):
+        return [type("Report", (), {"user_properties": [("mutant", value)] if value else []})() for value in values]
 
-    stats = {"passed": [tried("a.b", True), SimpleNamespace(user_properties=[])], "failed": [tried("a.b", False)]}
-    assert conftest.score(stats) == "mutants found: 1 of 2 (a.b 1/2)"
-    assert conftest.score({"passed": [SimpleNamespace(user_properties=[])]}) == ""
+    stats = {"passed": reports(("a.b", True), None, ("c.d", True)), "failed": reports(("a.b", False))}
+    assert conftest.score(stats) == "mutants found: 2 of 3 (a.b 1/2, c.d 1/1)"
+    assert conftest.score({"passed": reports(None), "deselected": reports(None)}) == ""
 
 
 @pytest.mark.parametrize(
