@@ -21,6 +21,13 @@ def test_a_few_rows(shape, causal, dtype):
     check(*qkv(*shape, dtype=dtype), causal=causal)
 
 
+@pytest.mark.skipif(ON_GPU, reason="float64, where chance decides nothing, runs interpreted only")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen", [1, 2, 7, 8])
+def test_tiny_lengths(seqlen, causal):
+    check(*qkv(1, 2, seqlen, seqlen, 64, dtype=torch.float64), causal=causal)
+
+
 @pytest.mark.parametrize("head_dim", range(16, 257, 8))
 def test_every_head_dim(head_dim):
     check(*qkv(1, 1, 20, 30, head_dim), causal=True)
@@ -55,7 +62,7 @@ def test_descriptors_give_the_same_bits_as_pointers(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(pointers, described, strict=True))
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 5, 5, 16), (2, 2, 0, 5, 16), (2, 2, 4, 0, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 2, 5, 5, 16), (2, 0, 5, 5, 16), (2, 2, 0, 5, 16), (2, 2, 4, 0, 16)], ids=str)
 def test_empty_inputs(shape):
     inputs = [x.requires_grad_() for x in qkv(*shape)]
     grads = torch.autograd.grad(flash_attention(*inputs, causal=True).sum(), inputs)
@@ -148,6 +155,13 @@ def test_torch_func_grad():
     leaf = q.clone().requires_grad_()
     (want,) = torch.autograd.grad(flash_attention(leaf, k, v, causal=True).square().sum(), leaf)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("wants_grad", [False, True])
+def test_vmap_is_refused(wants_grad):
+    inputs = [x[:, None].requires_grad_(wants_grad) for x in qkv(2, 1, 5, 7, 16)]
+    with pytest.raises(RuntimeError, match="Batching rule not implemented for flashlib::forward"):
+        torch.vmap(flash_attention)(*inputs)
 
 
 def test_torch_compile_without_a_graph_break():

@@ -526,6 +526,20 @@ def test_the_versions_that_compiling_was_tried_with():
     assert [f.name for f in files if private.search(f.read_text())] == ["compiler.py"]
 
 
+def test_kernels_do_without_what_is_deprecated_or_cannot_be_interpreted():
+    # libdevice and a tuner with several configurations need a GPU; block pointers are being removed.
+    files = [f for f in (*ROOT.glob("flashlib/**/*.py"), *ROOT.glob("benchmarks/*.py")) if f.name != "meter.py"]
+    assert [f.name for f in files if re.search(r"libdevice|make_block_ptr|triton\.autotune", f.read_text())] == []
+
+
+def test_the_cell_for_hosted_notebooks_ends_with_the_versions():
+    (cell,) = re.findall(r"^```text\n(!git clone .*?)```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    found = re.fullmatch(r'!python -c "(.*)"', cell.splitlines()[-1])
+    ran = subprocess.run([sys.executable, "-c", found[1]], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name, package in (("NumPy", np), ("PyTorch", torch)):
+        assert re.search(rf"^{name} +{re.escape(package.__version__)}$", ran.stdout, re.MULTILINE)
+
+
 def test_compile_for_five_gpus(kernels):
     capabilities = (75, 80, 90, 100, 120)
     job = {

@@ -60,11 +60,22 @@ def test_any_layout(layouts):
     check(*qkv(1, 2, 37, 45, 24, layouts=layouts[:3]), causal=True, backward=False)
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_view_gives_the_same_bits_as_its_copy(which):
-    inputs = qkv(1, 3, 33, 33, 64, layouts=["transposed" if i == which else "contiguous" for i in range(3)])
+@pytest.mark.parametrize("views", range(1, 8))
+def test_a_view_gives_the_same_bits_as_its_copy(views):
+    inputs = qkv(1, 2, 33, 33, 64, layouts=["transposed" if views >> i & 1 else "contiguous" for i in range(3)])
     copies = [x.contiguous() for x in inputs]
     assert torch.equal(flash_attention(*inputs, causal=True), flash_attention(*copies, causal=True))
+
+
+def test_wide_offsets_give_the_same_bits(monkeypatch):
+    inputs = qkv(1, 2, 40, 50, 24)
+    narrow = flash_attention(*inputs, causal=True)
+    monkeypatch.setattr(tiles, "wide", lambda strides: True)
+    tiles._constants.cache_clear()
+    try:
+        assert torch.equal(narrow, flash_attention(*inputs, causal=True))
+    finally:
+        tiles._constants.cache_clear()
 
 
 def test_descriptors_give_the_same_bits_as_pointers(monkeypatch):

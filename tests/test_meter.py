@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flashlib import cost, device, meter
+from flashlib import cost, device, flash_attention, meter, tiles
 
 if device.kernel_problem():
     pytest.skip(device.kernel_problem(), allow_module_level=True)
@@ -99,6 +99,69 @@ def test_scores_bytes_equal_the_formula():
         "stores": {"s": 20 * 37 * 4},
         "total": 4 * (3 * 20 * 24 + 2 * 37 * 24 + 20 * 37),
     }
+
+
+def attention_inputs(seqlen_q, seqlen_k, head_dim, head_dim_v, dtype):
+    shapes = (seqlen_q, head_dim), (seqlen_k, head_dim), (seqlen_k, head_dim_v)
+    return [torch.randn(1, 2, *shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+ATTENTION = [(70, 50, 24, 16), (33, 97, 16, 40), (64, 64, 16, 16), (5, 3, 16, 16)]
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", ATTENTION, ids=str)
+def test_bytes_of_the_forward_equal_the_formula(sizes, causal, dtype):
+    inputs = attention_inputs(*sizes, dtype)
+    tile = tiles.tile_for("forward", 0, dtype.itemsize, 64, causal)
+    with Meter() as counted:
+        flash_attention(*inputs, causal=causal)
+    want = cost.requested_bytes(
+        *sizes[:3], block_m=tile.block_m, block_n=tile.block_n, itemsize=dtype.itemsize, causal=causal,
+        head_dim_v=sizes[3],
+    )  # fmt: skip
+    for side, got in (("loads", counted.loads), ("stores", counted.stores)):
+        assert got == {name: 2 * nbytes for name, nbytes in want[side].items()}
+    assert counted.outside == {"load": 0, "store": 0}
+
+
+@interpreted
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", ATTENTION, ids=str)
+def test_bytes_of_the_backward_are_those_of_its_loops(sizes, causal):
+    seqlen_q, seqlen_k, head_dim, head_dim_v = sizes
+    q, k, v = attention_inputs(*sizes, torch.float32)
+    out = flash_attention(q, k, v, causal=causal)
+    dout = torch.randn_like(out)
+    with Meter() as counted:
+        torch.autograd.grad(out, (q, k, v), dout)
+    # dK and dV: a tile of keys visits the tiles of queries that see one of its keys; dQ: the other way round.
+    tile_q, tile_k = tiles.tile_for("dq", 0, 4, 64, causal), tiles.tile_for("dkdv", 0, 4, 64, causal)
+    shift = seqlen_k - seqlen_q
+    keys = sum(
+        min(tile_q.block_n, seqlen_k - j)
+        for i in range(0, seqlen_q, tile_q.block_m)
+        for j in range(0, seqlen_k, tile_q.block_n)
+        if not causal or j <= min(i + tile_q.block_m, seqlen_q) - 1 + shift
+    )
+    rows = sum(
+        min(tile_k.block_m, seqlen_q - i)
+        for j in range(0, seqlen_k, tile_k.block_n)
+        for i in range(0, seqlen_q, tile_k.block_m)
+        if not causal or j <= i + tile_k.block_m - 1 + shift
+    )
+    loads = {
+        "q": (rows + seqlen_q) * head_dim, "k": (keys + seqlen_k) * head_dim, "v": (keys + seqlen_k) * head_dim_v,
+        "out": seqlen_q * head_dim_v, "dout": (rows + 2 * seqlen_q) * head_dim_v,
+        "lse": rows + seqlen_q, "delta": rows + seqlen_q,
+    }  # fmt: skip
+    stores = {
+        "delta": seqlen_q, "dq": seqlen_q * head_dim, "dk": seqlen_k * head_dim, "dv": seqlen_k * head_dim_v,
+    }  # fmt: skip
+    assert counted.loads == {name: 2 * 4 * elements for name, elements in loads.items()}
+    assert counted.stores == {name: 2 * 4 * elements for name, elements in stores.items()}
 
 
 @interpreted

@@ -245,6 +245,34 @@ def dollars_are_paired(chapter):
             yield f"cell {index} has an odd number of $"
 
 
+# What formulas may use: commands that MathJax (JupyterLab, the book) and KaTeX (VS Code) know; KaTeX 0.19.1 set each of
+# these. A new one goes here once https://katex.org/docs/supported.html lists it.
+TEX = set(
+    re.findall(
+        r"\\(?:[A-Za-z]+|.)",
+        r"\! \# \% \, \; \\ \_ \{ \| \} \alpha \approx \bar \begin \beta \Big \big \Bigl \bigl \Bigr \bigr"
+        r"\cap \cdot \cdots \circ \cup \Delta \delta \dfrac \dots \ell \end \epsilon \equiv \exp \forall \frac"
+        r"\gamma \ge \geq \gets \gg \hat \in \infty \int \lambda \lceil \ldots \le \left \leftarrow \leq"
+        r"\lfloor \lim \ll \ln \log \mapsto \mathbb \mathbf \mathcal \mathrm \max \mid \min \mu \nabla \ne"
+        r"\neq \notin \odot \Omega \operatorname \oplus \otimes \overbrace \overline \partial \phantom \pm"
+        r"\prod \propto \qquad \quad \rceil \rfloor \right \rightarrow \Sigma \sigma \sim \sqrt \subset \sum"
+        r"\tanh \tau \text \tfrac \Theta \theta \tilde \times \to \top \underbrace \underline \varepsilon"
+        r"\vdots",
+    )
+)
+ENVIRONMENTS = {"aligned", "array", "bmatrix", "cases", "gathered", "matrix", "pmatrix"}
+
+
+@rule
+def formulas_work_in_both_renderers(chapter):
+    for index, cell in chapter.cells("markdown"):
+        for found in re.finditer(r"(?<!\\)(\$\$?)(.+?)(?<!\\)\1", prose(cell.source), re.DOTALL):
+            unknown = set(re.findall(r"\\(?:[A-Za-z]+|.)", found[2])) - TEX
+            unknown |= set(re.findall(r"\\begin\{([^}]*)\}", found[2])) - ENVIRONMENTS
+            if unknown:
+                yield f"cell {index} has a formula with {', '.join(sorted(unknown))}"
+
+
 @rule
 def plain_markdown(chapter):
     """What only one renderer understands, or what loads something from another host."""
@@ -527,7 +555,9 @@ BROKEN = [
     ("metadata_is_minimal", lambda c: [cell.update(id="same") for cell in c.notebook.cells[:2]]),
     ("metadata_is_minimal", lambda c: c.notebook.update(nbformat_minor=4)),
     ("dollars_are_paired", swap(2, "$n", "n")),
-    ("plain_markdown", swap(2, "$n", "$\\newcommand{\\x}{n}n")),
+    ("formulas_work_in_both_renderers", swap(2, "$n", "$\\require{physics}n")),
+    ("formulas_work_in_both_renderers", swap(2, "$n", "$\\begin{align}n\\end{align}")),
+    ("plain_markdown", swap(2, "**Predict", "\\newcommand{\\x}{n}\n\n**Predict")),
     ("plain_markdown", swap(2, "**Predict", "::: note\n**Predict")),
     ("plain_markdown", swap(2, "**Predict", "```{note}\n```\n**Predict")),
     ("plain_markdown", swap(2, "**Predict", "![a](https://example.org/a.png) **Predict")),
