@@ -66,8 +66,8 @@ def recompute_p(
 ):  # fmt: skip
     """Return p from s = qk and the lse of its rows; `tested` tells whether some pairs of the tile may not count."""
     if SCORE is not None or softcap is not None or alibi is not None or bias is not None:
-        log_p = (
-            changed(s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, SCORE, ACCURATE) - lse
+        log_p = changed(
+            s, lse, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, SCORE, ACCURATE
         )
     else:
         log_p = s * qk_scale - lse

@@ -70,8 +70,9 @@ def _forward_kernel(
         i, j = offs_m[:, None], offs_n[None, :]
         if SCORE is not None or softcap is not None or alibi is not None or bias is not None:
             s = changed(
-                s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, SCORE, q.dtype == tl.float32
-            )
+                s, 0.0, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux,
+                SCORE, q.dtype == tl.float32,
+            )  # fmt: skip
         elif not FOLD:
             s = s * qk_scale
         if first_n < lo_full or first_n >= hi_full:
