@@ -260,7 +260,8 @@ def changed(
 
 @triton.jit
 def hook_gradient(
-    ds, s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, GRAD: tl.constexpr, ACCURATE: tl.constexpr
+    ds, s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux,
+    GRAD: tl.constexpr, ACCURATE: tl.constexpr,
 ):  # fmt: skip
     """Return the gradient of what the score hook was given, which is the bias's too, from that of its result."""
     if GRAD is not None:
@@ -271,7 +272,8 @@ def hook_gradient(
 
 @triton.jit
 def changed_gradient(
-    ds, s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, GRAD: tl.constexpr, ACCURATE: tl.constexpr
+    ds, s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux,
+    GRAD: tl.constexpr, ACCURATE: tl.constexpr,
 ):  # fmt: skip
     """Return the gradient of scale·qk from that of the scores that came out of it; s is qk."""
     ds = hook_gradient(ds, s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, GRAD, ACCURATE)
