@@ -28,6 +28,8 @@ LOG2_E = 1.4426950408889634
 LN_2 = gl.constexpr(0.6931471805599453)
 # Queries of a warpgroup: the rows of one wgmma.
 ROWS = gl.constexpr(64)
+# For `_counters`: device and stream -> tensor.
+_COUNTERS = {}
 # Triton 3.9 renamed the two.
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -55,7 +57,7 @@ class Options(NamedTuple):
 
 @gluon.jit
 def _place(tile, work, OPTIONS: gl.constexpr):
-    """Return (b, h, head of K and V, first query, tiles of keys) of a number of a tile."""
+    """Return (b, h, head of K and V, first query, tiles of keys) of a tile of queries; no tiles of keys: past the end."""
     nheads, group, tiles_m, section, total, seqlen_q, seqlen_k = work
     BLOCK_M: gl.constexpr = ROWS * OPTIONS.warpgroups
     if OPTIONS.causal:
@@ -65,45 +67,55 @@ def _place(tile, work, OPTIONS: gl.constexpr):
         heads = gl.minimum(section, total // tiles_m - start)
         left = tile - start * tiles_m
         pid_bh = start + left % heads
-        pid_m = tiles_m - 1 - left // heads
+        first_m = (tiles_m - 1 - left // heads) * BLOCK_M
+        end_n = gl.minimum(seqlen_k, first_m + BLOCK_M + seqlen_k - seqlen_q)
     else:
         pid_bh = tile // tiles_m
-        pid_m = tile % tiles_m
-    first_m = pid_m * BLOCK_M
-    end_n = seqlen_k
-    if OPTIONS.causal:
-        end_n = gl.minimum(seqlen_k, first_m + BLOCK_M + seqlen_k - seqlen_q)
-    # At least one tile, all of it masked, where no query sees a key: the rest need not know of that case.
-    return pid_bh // nheads, pid_bh % nheads, pid_bh % nheads // group, first_m, gl.maximum(gl.cdiv(end_n, OPTIONS.block_n), 1)
+        first_m = tile % tiles_m * BLOCK_M
+        end_n = seqlen_k
+    # One tile, all of it masked, where no query sees a key: the rest need not know of that case.
+    tiles_n = gl.where(tile < total, gl.maximum(gl.cdiv(end_n, OPTIONS.block_n), 1), 0)
+    h = pid_bh % nheads
+    return pid_bh // nheads, h, h // group, first_m, tiles_n
 
 
 @gluon.jit
-def _draw(tile, n, counter_ptr, next_s, drawn, taken, OPTIONS: gl.constexpr):
-    """Return the number of the tile after `tile`, and if causal tell the warpgroups. Called by the loading warp.
+def _draw(tile, counter_ptr, OPTIONS: gl.constexpr):
+    """Return the number of the tile after `tile` in this program.
 
     Tiles of equal length go round in turns. Causal ones are drawn from a counter in memory by whoever is first done;
     which program computes a tile changes no bit of it.
     """
     if OPTIONS.causal:
         following = gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
-        mbarrier.wait(taken.index(n % 2), (n // 2 & 1) ^ 1)
-        next_s.index(n % 2).store(gl.full([1], following, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-        mbarrier.arrive(drawn.index(n % 2), count=1)
     else:
         following = tile + gl.num_programs(0)
     return following
 
 
 @gluon.jit
-def _drawn(tile, n, next_s, drawn, taken, OPTIONS: gl.constexpr):
-    """Return the number of the tile after `tile`. Called by a warpgroup at the end of its n-th tile."""
-    if OPTIONS.causal:
-        mbarrier.wait(drawn.index(n % 2), n // 2 & 1)
-        following = gl.max(next_s.index(n % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-        mbarrier.arrive(taken.index(n % 2), count=1)
-    else:
-        following = tile + gl.num_programs(0)
-    return following
+def _tell(n, b, h, first_m, tiles_n, told_s, told, heard):
+    """Tell the warpgroups where their n-th tile is: the divisions that find it are made once, beside their work."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    mbarrier.wait(heard.index(n % 2), (n // 2 & 1) ^ 1)
+    told_s.index(n % 2 * 4).store(gl.full([1], b, gl.int32, L))
+    told_s.index(n % 2 * 4 + 1).store(gl.full([1], h, gl.int32, L))
+    told_s.index(n % 2 * 4 + 2).store(gl.full([1], first_m, gl.int32, L))
+    told_s.index(n % 2 * 4 + 3).store(gl.full([1], tiles_n, gl.int32, L))
+    mbarrier.arrive(told.index(n % 2), count=1)
+
+
+@gluon.jit
+def _hear(n, told_s, told, heard):
+    """Return what `_tell` told about the n-th tile: (b, h, first query, tiles of keys)."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(told.index(n % 2), n // 2 & 1)
+    b = gl.max(told_s.index(n % 2 * 4).load(L), 0)
+    h = gl.max(told_s.index(n % 2 * 4 + 1).load(L), 0)
+    first_m = gl.max(told_s.index(n % 2 * 4 + 2).load(L), 0)
+    tiles_n = gl.max(told_s.index(n % 2 * 4 + 3).load(L), 0)
+    mbarrier.arrive(heard.index(n % 2), count=1)
+    return b, h, first_m, tiles_n
 
 
 # --- load ------------------------------------------------------------------------------------------------------------
@@ -120,6 +132,16 @@ def _fetch(desc, b, h, first, full, tile_s):
 
 
 @gluon.jit
+def _fetch_q(n, b, h, first_m, tiles_n, desc_q, q_s, q_full, q_empty, OPTIONS: gl.constexpr):
+    """Fetch Q of the n-th tile for each warpgroup, if there is an n-th tile."""
+    W: gl.constexpr = OPTIONS.warpgroups
+    if tiles_n > 0:
+        for w in gl.static_range(W):
+            mbarrier.wait(q_empty.index(w), n & 1 ^ 1)
+            _fetch(desc_q, b, h, first_m + w * ROWS, q_full.index(w), q_s.index(w))
+
+
+@gluon.jit
 def _load(counter_ptr, given, OPTIONS: gl.constexpr):
     """Fetch Q once and K and V tile by tile, for one tile of queries after the other, as far ahead as there is room.
 
@@ -127,35 +149,43 @@ def _load(counter_ptr, given, OPTIONS: gl.constexpr):
     u - 1 uses were over, which is flip u - 1 of `empty`: for u = 0 that is odd, and a new barrier counts as flipped
     there.
     """
-    W: gl.constexpr = OPTIONS.warpgroups
     descs, buffers, barriers, _, _, work = given
     desc_q, desc_k, desc_v, _ = descs
-    q_s, k_s, v_s, _, next_s = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, drawn, taken = barriers
+    q_s, k_s, v_s, _, told_s = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, told, heard = barriers
     tile = gl.program_id(0)
     n = 0
     use = 0
-    while tile < work[4]:
-        b, h, h_kv, first_m, tiles_n = _place(tile, work, OPTIONS)
-        for w in gl.static_range(W):
-            mbarrier.wait(q_empty.index(w), n & 1 ^ 1)
-            _fetch(desc_q, b, h, first_m + w * ROWS, q_full.index(w), q_s.index(w))
-        following = tile
-        for t in range(tiles_n):
-            if t == tiles_n - 1:
-                # Here, because the wait below takes longer than the counter does.
-                following = _draw(tile, n, counter_ptr, next_s, drawn, taken, OPTIONS)
+    b, h, h_kv, first_m, tiles_n = _place(tile, work, OPTIONS)
+    _tell(n, b, h, first_m, tiles_n, told_s, told, heard)
+    _fetch_q(n, b, h, first_m, tiles_n, desc_q, q_s, q_full, q_empty, OPTIONS)
+    while tiles_n > 0:
+        here = b, h_kv, tiles_n
+        for t in range(here[2]):
+            if t == here[2] - 1:
+                # Here, because the waits below take longer than the counter and the divisions do.
+                tile = _draw(tile, counter_ptr, OPTIONS)
+                b, h, h_kv, first_m, tiles_n = _place(tile, work, OPTIONS)
+                _tell(n + 1, b, h, first_m, tiles_n, told_s, told, heard)
+                if OPTIONS.warpgroups == 2:
+                    _fetch_q(n + 1, b, h, first_m, tiles_n, desc_q, q_s, q_full, q_empty, OPTIONS)
             # From the last keys to the first: a causal tile begins with the part that needs a mask.
-            first_n = (tiles_n - 1 - t) * OPTIONS.block_n
+            first_n = (here[2] - 1 - t) * OPTIONS.block_n
             stage = use % OPTIONS.stages
             odd = use // OPTIONS.stages & 1 ^ 1
             mbarrier.wait(k_empty.index(stage), odd)
-            _fetch(desc_k, b, h_kv, first_n, k_full.index(stage), k_s.index(stage))
+            _fetch(desc_k, here[0], here[1], first_n, k_full.index(stage), k_s.index(stage))
             mbarrier.wait(v_empty.index(stage), odd)
-            _fetch(desc_v, b, h_kv, first_n, v_full.index(stage), v_s.index(stage))
+            _fetch(desc_v, here[0], here[1], first_n, v_full.index(stage), v_s.index(stage))
             use += 1
-        tile = following
         n += 1
+        if OPTIONS.warpgroups != 2:
+            # Three warpgroups keep Q in shared memory to the end of their tile.
+            _fetch_q(n, b, h, first_m, tiles_n, desc_q, q_s, q_full, q_empty, OPTIONS)
+    if OPTIONS.causal and gl.atomic_add(counter_ptr + 1, 1) == gl.num_programs(0) - 1:
+        # The last program to end leaves the counters as the next launch expects them.
+        gl.store(counter_ptr, 0)
+        gl.store(counter_ptr + 1, 0)
 
 
 # --- one tile of scores: mask and softmax ------------------------------------------------------------------------------
@@ -292,7 +322,9 @@ def _step(w: gl.constexpr, t, use, state, q, rows, buffers, barriers, qk_scale, 
     p_tile, m_i, l_i, alpha = _softmax(s, m_i, l_i, qk_scale, OPTIONS.causal, OPTIONS)
     if OPTIONS.hold:
         l_i = _hold(l_i)
-    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    # P is not named here: the assembler keeps the registers that the matrix unit reads, and a 16-bit tensor that comes out
+    # of a wait takes a register for each half.
+    acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index((use - 1) % OPTIONS.stages), count=1)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     return gl.convert_layout(p_tile.to(p.dtype), p.type.layout), acc, m_i, l_i
@@ -349,7 +381,7 @@ def _tile(w: gl.constexpr, n, use, q_s, rows, skipped, buffers, barriers, qk_sca
         mbarrier.arrive(q_empty.index(w), count=1)
     last = use + tiles_n - 1
     acc = _weigh(p, v_s, v_full, last, acc, OPTIONS)
-    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(last % OPTIONS.stages), count=1)
     return acc, m_i, l_i
 
@@ -376,33 +408,31 @@ def _store(acc, m_i, l_i, desc_out, out_s, lse_ptr, b, h, nheads, first_m, seqle
 def _attend(w: gl.constexpr, given, OPTIONS: gl.constexpr):
     """Be warpgroup w: attend with its 64 queries of one tile after the other."""
     descs, buffers, barriers, lse_ptr, qk_scale, work = given
-    q_s, _, v_s, out_s, next_s = buffers
-    _, _, _, _, _, _, drawn, taken = barriers
-    nheads, _, _, _, total, seqlen_q, seqlen_k = work
+    q_s, _, v_s, out_s, told_s = buffers
+    _, _, _, _, _, _, told, heard = barriers
+    nheads, _, _, _, _, seqlen_q, seqlen_k = work
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v_s.shape[4], 16])
     P: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    offset = seqlen_k - seqlen_q
-    tile = gl.program_id(0)
     n = 0
     use = 0
     if w == OPTIONS.warpgroups - 1:
         _pass_turn(w, OPTIONS)
-    while tile < total:
-        b, h, h_kv, first_m, tiles_n = _place(tile, work, OPTIONS)
-        first_m += w * ROWS
+    b, h, first_m, tiles_n = _hear(n, told_s, told, heard)
+    while tiles_n > 0:
+        own_m = first_m + w * ROWS
         # Of the tiles of keys, last first: `skipped` that none of the 64 queries sees, then those that need a mask.
         full = seqlen_k // OPTIONS.block_n
         skipped = 0
         if OPTIONS.causal:
-            full = gl.minimum(full, gl.maximum(first_m + 1 + offset, 0) // OPTIONS.block_n)
-            last = gl.maximum(first_m + ROWS - 1 + offset, 0)
-            skipped = gl.maximum(tiles_n - 1 - last // OPTIONS.block_n, 0)
-        rows = first_m, tiles_n, tiles_n - gl.minimum(full, tiles_n), seqlen_q, seqlen_k
+            seen = own_m + 1 + seqlen_k - seqlen_q
+            full = gl.minimum(full, gl.maximum(seen, 0) // OPTIONS.block_n)
+            skipped = gl.maximum(tiles_n - 1 - gl.maximum(seen + ROWS - 2, 0) // OPTIONS.block_n, 0)
+        rows = own_m, tiles_n, tiles_n - gl.minimum(full, tiles_n), seqlen_q, seqlen_k
         acc, m_i, l_i = _tile(w, n, use, q_s, rows, skipped, buffers, barriers, qk_scale, P, OPTIONS)
-        _store(acc, m_i, l_i, descs[3], out_s.index(w), lse_ptr, b, h, nheads, first_m, seqlen_q, qk_scale)
-        tile = _drawn(tile, n, next_s, drawn, taken, OPTIONS)
+        _store(acc, m_i, l_i, descs[3], out_s.index(w), lse_ptr, b, h, nheads, own_m, seqlen_q, qk_scale)
         use += tiles_n
         n += 1
+        b, h, first_m, tiles_n = _hear(n, told_s, told, heard)
     tma.store_wait(0)
     if w == 0:
         _await_turn(w, OPTIONS)
@@ -429,7 +459,7 @@ def _forward_kernel(
     out_s = gl.allocate_shared_memory(desc_q.dtype, [W] + desc_out.block_type.shape, desc_out.layout)
     k_s = gl.allocate_shared_memory(desc_q.dtype, [STAGES] + desc_k.block_type.shape, desc_k.layout)
     v_s = gl.allocate_shared_memory(desc_q.dtype, [STAGES] + desc_v.block_type.shape, desc_v.layout)
-    next_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told_s = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # full: the copy engine is done (the loader arrives, then the bytes). empty: every warpgroup that reads is done.
     barriers = (
         _barriers(W, 1), _barriers(W, 1), _barriers(STAGES, 1), _barriers(STAGES, W),
@@ -437,7 +467,7 @@ def _forward_kernel(
     )  # fmt: skip
     fence_async_shared()
     descs = desc_q, desc_k, desc_v, desc_out
-    buffers = q_s, k_s, v_s, out_s, next_s
+    buffers = q_s, k_s, v_s, out_s, told_s
     work = nheads, group, tiles_m, section, total, seqlen_q, seqlen_k
     given = descs, buffers, barriers, lse_ptr, qk_scale, work
     # 65536 registers: 2 · 128 · 240 or 3 · 128 · 160, and few for the loader, which takes those of four warps.
@@ -525,7 +555,7 @@ def forward(q, k, v, causal, scale, options=None):
         arguments = (
             _descriptor(q, ROWS.value), _descriptor(k, options.block_n), _descriptor(v, options.block_n),
             _descriptor(out, ROWS.value), lse,
-            torch.zeros(1, dtype=torch.int32, device=q.device) if causal else None,
+            _counters(q.device) if causal else None,
             # 2⁻¹²⁶ for 0: the products vanish, but a masked score stays infinite, where 0 times it would be NaN.
             (scale or 2.0**-126) * LOG2_E,
             nheads, group, tiles_m, _section(k, v) * group, total, seqlen_q, k.shape[2],
@@ -546,6 +576,19 @@ def _section(k, v):
     """Return how many heads of K and V fit in half an L2 together."""
     head_bytes = k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
     return max(1, 2**25 // 2 // head_bytes)
+
+
+def _counters(device):
+    """Return two zeros that no launch running at the same time uses, and that a launch leaves as zeros.
+
+    Launches of a stream follow each other and can share them. A graph may be replayed anywhere and gets its own.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    if key not in _COUNTERS:
+        _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return _COUNTERS[key]
 
 
 @functools.cache
