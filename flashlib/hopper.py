@@ -36,18 +36,19 @@ _tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_globa
 
 
 class Options(NamedTuple):
-    """What the compiled code depends on; `gl.constexpr` inside the kernel.
+    """What the compiled code depends on, a constant inside the kernel.
 
-    causal; negative: the scale is below 0; warpgroups: 2 or 3, of 64 queries each; block_n: keys of a tile; stages: tiles
-    of K and of V that fit in shared memory; turns: the warpgroups take turns at the matrix unit; hold: the wait for P V
-    is held behind the exponentials.
+    causal; negative: the scale is below 0; warpgroups: 2 or 3, of 64 queries each; block_n: keys of a tile; stages_k,
+    stages_v: tiles of K and of V that fit in shared memory; turns: the warpgroups take turns at the matrix unit; hold:
+    the wait for P V is held behind the exponentials.
     """
 
     causal: bool
     negative: bool
     warpgroups: int
     block_n: int
-    stages: int
+    stages_k: int
+    stages_v: int
     turns: bool
     hold: bool
 
@@ -161,7 +162,7 @@ def _load(counter_ptr, given, OPTIONS: gl.constexpr):
     _fetch_q(n, b, h, first_m, tiles_n, desc_q, q_s, q_full, q_empty, OPTIONS)
     while tiles_n > 0:
         here = b, h_kv, tiles_n
-        for t in range(here[2]):
+        for t in range(here[2] + 1):
             if t == here[2] - 1:
                 # Here, because the waits below take longer than the counter and the divisions do.
                 tile = _draw(tile, counter_ptr, OPTIONS)
@@ -169,15 +170,18 @@ def _load(counter_ptr, given, OPTIONS: gl.constexpr):
                 _tell(n + 1, b, h, first_m, tiles_n, told_s, told, heard)
                 if OPTIONS.warpgroups == 2:
                     _fetch_q(n + 1, b, h, first_m, tiles_n, desc_q, q_s, q_full, q_empty, OPTIONS)
-            # From the last keys to the first: a causal tile begins with the part that needs a mask.
+            # In the order of use: K of tile t, then V of tile t - 1. From the last keys to the first: a causal tile
+            # begins with the part that needs a mask.
             first_n = (here[2] - 1 - t) * OPTIONS.block_n
-            stage = use % OPTIONS.stages
-            odd = use // OPTIONS.stages & 1 ^ 1
-            mbarrier.wait(k_empty.index(stage), odd)
-            _fetch(desc_k, here[0], here[1], first_n, k_full.index(stage), k_s.index(stage))
-            mbarrier.wait(v_empty.index(stage), odd)
-            _fetch(desc_v, here[0], here[1], first_n, v_full.index(stage), v_s.index(stage))
-            use += 1
+            if t < here[2]:
+                stage = (use + t) % OPTIONS.stages_k
+                mbarrier.wait(k_empty.index(stage), (use + t) // OPTIONS.stages_k & 1 ^ 1)
+                _fetch(desc_k, here[0], here[1], first_n, k_full.index(stage), k_s.index(stage))
+            if t > 0:
+                stage = (use + t - 1) % OPTIONS.stages_v
+                mbarrier.wait(v_empty.index(stage), (use + t - 1) // OPTIONS.stages_v & 1 ^ 1)
+                _fetch(desc_v, here[0], here[1], first_n + OPTIONS.block_n, v_full.index(stage), v_s.index(stage))
+        use += here[2]
         n += 1
         if OPTIONS.warpgroups != 2:
             # Three warpgroups keep Q in shared memory to the end of their tile.
@@ -272,8 +276,8 @@ def _hold(l_i):
 def _scores(q, k_s, k_full, use, OPTIONS: gl.constexpr):
     """Begin S = Q Kᵀ for the K of this use, once it is there. [ROWS, BLOCK_N]"""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.block_n, 16])
-    stage = use % OPTIONS.stages
-    mbarrier.wait(k_full.index(stage), use // OPTIONS.stages & 1)
+    stage = use % OPTIONS.stages_k
+    mbarrier.wait(k_full.index(stage), use // OPTIONS.stages_k & 1)
     k = k_s.index(stage).reshape([OPTIONS.block_n, k_s.shape[4]]).permute([1, 0])
     nothing = gl.full([ROWS, OPTIONS.block_n], 0.0, gl.float32, S)
     return warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
@@ -282,8 +286,8 @@ def _scores(q, k_s, k_full, use, OPTIONS: gl.constexpr):
 @gluon.jit
 def _weigh(p, v_s, v_full, use, acc, OPTIONS: gl.constexpr):
     """Begin acc += P V for the V of this use, once it is there. [ROWS, HEAD_DIM_V]"""
-    stage = use % OPTIONS.stages
-    mbarrier.wait(v_full.index(stage), use // OPTIONS.stages & 1)
+    stage = use % OPTIONS.stages_v
+    mbarrier.wait(v_full.index(stage), use // OPTIONS.stages_v & 1)
     return warpgroup_mma(p, v_s.index(stage).reshape([OPTIONS.block_n, v_s.shape[4]]), acc, is_async=True)
 
 
@@ -315,7 +319,7 @@ def _step(w: gl.constexpr, t, use, state, q, rows, buffers, barriers, qk_scale, 
     _pass_turn(w, OPTIONS)
     # All but one of what was begun is done, in the order it was begun: S is, P V may not be.
     s = warpgroup_mma_wait(1, deps=[s])
-    mbarrier.arrive(k_empty.index(use % OPTIONS.stages), count=1)
+    mbarrier.arrive(k_empty.index(use % OPTIONS.stages_k), count=1)
     if OPTIONS.causal:
         if t < masked:
             s = _mask(s, first_m, (tiles_n - 1 - t) * OPTIONS.block_n, seqlen_q, seqlen_k, OPTIONS)
@@ -325,7 +329,7 @@ def _step(w: gl.constexpr, t, use, state, q, rows, buffers, barriers, qk_scale, 
     # P is not named here: the assembler keeps the registers that the matrix unit reads, and a 16-bit tensor that comes out
     # of a wait takes a register for each half.
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(v_empty.index((use - 1) % OPTIONS.stages), count=1)
+    mbarrier.arrive(v_empty.index((use - 1) % OPTIONS.stages_v), count=1)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     return gl.convert_layout(p_tile.to(p.dtype), p.type.layout), acc, m_i, l_i
 
@@ -338,14 +342,14 @@ def _skip(w: gl.constexpr, use, count, barriers, OPTIONS: gl.constexpr):
     """Let `count` tiles of K and V pass that no query of this warpgroup sees; the loader waits for everybody."""
     _, _, k_full, k_empty, v_full, v_empty, _, _ = barriers
     for t in range(count):
-        stage = (use + t) % OPTIONS.stages
-        odd = (use + t) // OPTIONS.stages & 1
+        k_stage = (use + t) % OPTIONS.stages_k
+        v_stage = (use + t) % OPTIONS.stages_v
         _await_turn(w, OPTIONS)
         _pass_turn(w, OPTIONS)
-        mbarrier.wait(k_full.index(stage), odd)
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        mbarrier.wait(v_full.index(stage), odd)
-        mbarrier.arrive(v_empty.index(stage), count=1)
+        mbarrier.wait(k_full.index(k_stage), (use + t) // OPTIONS.stages_k & 1)
+        mbarrier.arrive(k_empty.index(k_stage), count=1)
+        mbarrier.wait(v_full.index(v_stage), (use + t) // OPTIONS.stages_v & 1)
+        mbarrier.arrive(v_empty.index(v_stage), count=1)
 
 
 @gluon.jit
@@ -366,7 +370,7 @@ def _tile(w: gl.constexpr, n, use, q_s, rows, skipped, buffers, barriers, qk_sca
     first = use + skipped
     s = _scores(q, k_s, k_full, first, OPTIONS)
     s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(k_empty.index(first % OPTIONS.stages), count=1)
+    mbarrier.arrive(k_empty.index(first % OPTIONS.stages_k), count=1)
     if skipped < masked:
         s = _mask(s, first_m, (tiles_n - 1 - skipped) * OPTIONS.block_n, seqlen_q, seqlen_k, OPTIONS)
     m_i = gl.full([ROWS], float("inf") if OPTIONS.negative else float("-inf"), gl.float32, gl.SliceLayout(1, S))
@@ -382,7 +386,7 @@ def _tile(w: gl.constexpr, n, use, q_s, rows, skipped, buffers, barriers, qk_sca
     last = use + tiles_n - 1
     acc = _weigh(p, v_s, v_full, last, acc, OPTIONS)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(v_empty.index(last % OPTIONS.stages), count=1)
+    mbarrier.arrive(v_empty.index(last % OPTIONS.stages_v), count=1)
     return acc, m_i, l_i
 
 
@@ -454,16 +458,17 @@ def _forward_kernel(
     OPTIONS: gl.constexpr,
 ):  # fmt: skip
     W: gl.constexpr = OPTIONS.warpgroups
-    STAGES: gl.constexpr = OPTIONS.stages
+    K: gl.constexpr = OPTIONS.stages_k
+    V: gl.constexpr = OPTIONS.stages_v
     q_s = gl.allocate_shared_memory(desc_q.dtype, [W] + desc_q.block_type.shape, desc_q.layout)
     out_s = gl.allocate_shared_memory(desc_q.dtype, [W] + desc_out.block_type.shape, desc_out.layout)
-    k_s = gl.allocate_shared_memory(desc_q.dtype, [STAGES] + desc_k.block_type.shape, desc_k.layout)
-    v_s = gl.allocate_shared_memory(desc_q.dtype, [STAGES] + desc_v.block_type.shape, desc_v.layout)
+    k_s = gl.allocate_shared_memory(desc_q.dtype, [K] + desc_k.block_type.shape, desc_k.layout)
+    v_s = gl.allocate_shared_memory(desc_q.dtype, [V] + desc_v.block_type.shape, desc_v.layout)
     told_s = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # full: the copy engine is done (the loader arrives, then the bytes). empty: every warpgroup that reads is done.
     barriers = (
-        _barriers(W, 1), _barriers(W, 1), _barriers(STAGES, 1), _barriers(STAGES, W),
-        _barriers(STAGES, 1), _barriers(STAGES, W), _barriers(2, 1), _barriers(2, W),
+        _barriers(W, 1), _barriers(W, 1), _barriers(K, 1), _barriers(K, W),
+        _barriers(V, 1), _barriers(V, W), _barriers(2, 1), _barriers(2, W),
     )  # fmt: skip
     fence_async_shared()
     descs = desc_q, desc_k, desc_v, desc_out
@@ -569,13 +574,13 @@ def options_for(shape_q, shape_v, causal, negative):
     """Return the Options that were measured best for these shapes."""
     wide = max(shape_q[3], shape_v[3]) > 64
     warpgroups = 2 if wide or shape_q[2] <= 1024 else 3
-    return Options(causal, negative, warpgroups, 128, 2 if wide else 3, wide, warpgroups == 3)
+    return Options(causal, negative, warpgroups, 128, 2 if wide else 3, 3, True, False)
 
 
 def _section(k, v):
-    """Return how many heads of K and V fit in half an L2 together."""
+    """Return how many heads of K and V fit in two thirds of an L2 together."""
     head_bytes = k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
-    return max(1, 2**25 // 2 // head_bytes)
+    return max(1, 2**25 // head_bytes)
 
 
 def _counters(device):
