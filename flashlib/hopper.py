@@ -40,7 +40,8 @@ class Options(NamedTuple):
 
     causal; negative: the scale is below 0; warpgroups: 2 or 3, of 64 queries each; block_n: keys of a tile; stages_k,
     stages_v: tiles of K and of V that fit in shared memory; turns: the warpgroups take turns at the matrix unit; hold:
-    the wait for P V is held behind the exponentials.
+    the wait for P V is held behind the maximum ("max"), behind the exponentials ("exp") or is where the assembler puts
+    it ("").
     """
 
     causal: bool
@@ -50,7 +51,7 @@ class Options(NamedTuple):
     stages_k: int
     stages_v: int
     turns: bool
-    hold: bool
+    hold: str
 
 
 # --- schedule: which tile of queries comes next ----------------------------------------------------------------------
@@ -225,6 +226,30 @@ def _thread_sums(p):
 
 
 @gluon.jit
+def _hold(x):
+    """Keep later waits behind the work that x comes from, and return x. [ROWS] or [ROWS, 4]
+
+    NVIDIA's assembler moves a wait for the matrix unit up, in front of work that does not need it, but not over a store
+    to shared memory. This one depends on x and never happens: no arithmetic gives this NaN.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred never; .reg .b32 somewhere;
+        mov.b32 somewhere, 0;
+        setp.eq.u32 never, $2, 0x7FC0DEAD;
+        setp.eq.or.u32 never, $3, 0x7FC0DEAD, never;
+        @never st.volatile.shared.b32 [somewhere], $2;
+        mov.b32 $0, $2; mov.b32 $1, $3;
+        }""",
+        "=r,=r,r,r",
+        [x],
+        gl.float32,
+        False,
+        2,
+    )
+
+
+@gluon.jit
 def _softmax(s, m_i, l_i, qk_scale, SAFE: gl.constexpr, OPTIONS: gl.constexpr):
     """Return (p, new m_i, new l_i, alpha) of the online softmax, base 2; SAFE: a row may have seen no key yet.
 
@@ -235,6 +260,8 @@ def _softmax(s, m_i, l_i, qk_scale, SAFE: gl.constexpr, OPTIONS: gl.constexpr):
         m_new = gl.minimum(m_i, gl.min(s, 1))
     else:
         m_new = gl.maximum(m_i, gl.max(s, 1))
+    if OPTIONS.hold == "max":
+        m_new = _hold(m_new)
     m_safe = m_new
     if SAFE:
         m_safe = gl.where(gl.abs(m_new) == float("inf"), 0.0, m_new)
@@ -243,30 +270,6 @@ def _softmax(s, m_i, l_i, qk_scale, SAFE: gl.constexpr, OPTIONS: gl.constexpr):
     alpha = gl.exp2((m_i - m_safe) * qk_scale)
     l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None] + _thread_sums(p)
     return p, m_new, l_i, alpha
-
-
-@gluon.jit
-def _hold(l_i):
-    """Keep later waits behind the exponentials that l_i sums up, and return l_i.
-
-    NVIDIA's assembler moves a wait for the matrix unit up, in front of work that does not need it, but not over a store
-    to shared memory. This one depends on l_i and never happens, since a sum of exponentials is not negative.
-    """
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred never; .reg .b32 somewhere;
-        mov.b32 somewhere, 0;
-        setp.lt.f32 never, $2, 0f00000000;
-        setp.lt.or.f32 never, $3, 0f00000000, never;
-        @never st.volatile.shared.f32 [somewhere], $2;
-        mov.b32 $0, $2; mov.b32 $1, $3;
-        }""",
-        "=r,=r,r,r",
-        [l_i],
-        gl.float32,
-        False,
-        2,
-    )
 
 
 # --- the matrix unit -----------------------------------------------------------------------------------------------------
@@ -319,12 +322,13 @@ def _step(w: gl.constexpr, t, use, state, q, rows, buffers, barriers, qk_scale, 
     _pass_turn(w, OPTIONS)
     # All but one of what was begun is done, in the order it was begun: S is, P V may not be.
     s = warpgroup_mma_wait(1, deps=[s])
-    mbarrier.arrive(k_empty.index(use % OPTIONS.stages_k), count=1)
     if OPTIONS.causal:
         if t < masked:
             s = _mask(s, first_m, (tiles_n - 1 - t) * OPTIONS.block_n, seqlen_q, seqlen_k, OPTIONS)
+    # Behind the branch: an arrival waits for the four warps, and the softmax fills that time.
+    mbarrier.arrive(k_empty.index(use % OPTIONS.stages_k), count=1)
     p_tile, m_i, l_i, alpha = _softmax(s, m_i, l_i, qk_scale, OPTIONS.causal, OPTIONS)
-    if OPTIONS.hold:
+    if OPTIONS.hold == "exp":
         l_i = _hold(l_i)
     # P is not named here: the assembler keeps the registers that the matrix unit reads, and a 16-bit tensor that comes out
     # of a wait takes a register for each half.
@@ -574,13 +578,13 @@ def options_for(shape_q, shape_v, causal, negative):
     """Return the Options that were measured best for these shapes."""
     wide = max(shape_q[3], shape_v[3]) > 64
     warpgroups = 2 if wide or shape_q[2] <= 1024 else 3
-    return Options(causal, negative, warpgroups, 128, 2 if wide else 3, 3, True, False)
+    return Options(causal, negative, warpgroups, 128, 2 if wide else 3, 3, True, "exp" if wide and causal else "")
 
 
 def _section(k, v):
-    """Return how many heads of K and V fit in two thirds of an L2 together."""
+    """Return how many heads of K and V may be in the L2 together: 16 MiB of them, 32 for the narrow ones."""
     head_bytes = k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
-    return max(1, 2**25 // head_bytes)
+    return max(1, 2 ** (24 if max(k.shape[3], v.shape[3]) > 64 else 25) // head_bytes)
 
 
 def _counters(device):
@@ -603,11 +607,11 @@ def _multiprocessors(device):
 
 @functools.cache
 def _layout(rows, columns, dtype):
-    kind = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], kind)
+    """Return how a tile lies in shared memory; dtype is "float16" or "bfloat16"."""
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], getattr(gl, dtype))
 
 
 def _descriptor(x, rows):
     """Describe x to the copy engine: it moves [1, 1, rows, columns] and knows where the rows of a head end."""
     plain = tiles.descriptor(x, rows, 64 if x.shape[3] <= 64 else 128)
-    return TensorDescriptor(x, plain.shape, plain.strides, plain.block_shape, _layout(*plain.block_shape[2:], x.dtype))
+    return TensorDescriptor(x, plain.shape, plain.strides, plain.block_shape, _layout(*plain.block_shape[2:], str(x.dtype).removeprefix("torch.")))
