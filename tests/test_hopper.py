@@ -27,7 +27,7 @@ def time_limit():
     faulthandler.cancel_dump_traceback_later()
 
 
-# --- compiled, without a GPU -------------------------------------------------------------------------------------------
+# --- compiled, without a GPU -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_instructions(compiled):
 def test_resources(compiled):
     for one in compiled:
         assert one.shared_bytes <= MOST_SHARED
-        # The warp that loads has 24 registers a thread and may put a few numbers aside; the warpgroups have no reason to.
+        # The warp that loads has 24 registers a thread and may put a few numbers aside; the warpgroups need not.
         assert one.stack_bytes is None or one.stack_bytes <= 16, one
 
 
@@ -70,7 +70,7 @@ def test_the_assembler_does_not_serialize(compiled, tmp_path):
         assert re.findall(r"C75\d\d.*", said) == []
 
 
-# --- what it refuses -----------------------------------------------------------------------------------------------------
+# --- what it refuses -------------------------------------------------------------------------------------------------
 
 
 def test_reasons(monkeypatch):
@@ -97,7 +97,7 @@ def test_forward_says_why_it_refuses():
         hopper.forward(x, x, x, False, 1.0)
 
 
-# --- right, on a Hopper GPU ----------------------------------------------------------------------------------------------
+# --- right, on a Hopper GPU ------------------------------------------------------------------------------------------
 
 
 def check(q, k, v, causal, scale=None, options=None):
