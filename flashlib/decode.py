@@ -19,12 +19,11 @@ from flashlib.tiles import load_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Tokens of a split. A number, not a count: how a row is cut, and so its bits, depends on its own length alone.
+# Tokens of a split, and splits of a chunk. Sizes, not counts: how a row is cut, and so its bits, depends on its own
+# length alone. The splits of a chunk are merged one after the other, wherever that is done.
 SPLIT = 512
-# So many splits in a row are merged one after the other; longer rows are merged in such pieces at the same time.
-CHUNK = 32
+CHUNK = 16
 MOST_NEW = 16
-EARLY = False
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SEEN = set()
 
@@ -48,21 +47,14 @@ def merge(m_a, l_a, acc_a, m_b, l_b, acc_b):
 
 
 @triton.jit
-def state_of_sinks(sink_ptr, head, inside, ACC: tl.constexpr):
-    """Return (m, l) of rows that have seen nothing but their head's sink; of rows outside, the empty state's."""
-    if sink_ptr is None:
-        m = tl.full(head.shape, float("-inf"), ACC)
-        l = tl.zeros(head.shape, ACC)
-    else:
-        sink = tl.load(sink_ptr + head, mask=inside, other=float("-inf")).to(ACC) * LOG2_E
-        m = tl.ceil(sink)
-        l = tl.exp2(sink - tl.where(m == float("-inf"), 0.0, m))
-    return m, l
-
-
-@triton.jit
-def finished(m, l, acc):
-    """Return (out, lse) of rows from their states; a row that has seen nothing has out 0 and lse -inf."""
+def finished(m, l, acc, sink_ptr, head, inside):
+    """Return (out, lse) of whole rows from their states; a row that has seen nothing has out 0, lse -inf or its sink."""
+    if sink_ptr is not None:
+        # A sink is the state of a row that has seen one more score, with a value of 0.
+        sink = tl.load(sink_ptr + head, mask=inside, other=0.0).to(m.dtype) * LOG2_E
+        m_sink = tl.ceil(sink)
+        l_sink = tl.exp2(sink - tl.where(m_sink == float("-inf"), 0.0, m_sink))
+        m, l, acc = merge(m, l, acc, m_sink, l_sink, tl.zeros_like(acc))
     l_safe = tl.where(l == 0.0, 1.0, l)
     return acc * (1.0 / l_safe)[:, None], (m + tl.log2(l_safe)) * LN_2
 
@@ -86,9 +78,20 @@ def page_of(table_ptr, b, first, length, ROWS: tl.constexpr, PAGE: tl.constexpr)
         # All rows lie in one page. Behind the length the table may hold anything.
         page = tl.load(table_ptr + first // PAGE, mask=first < length, other=0)
     else:
-        n = first + tl.arange(0, ROWS)
-        page = tl.load(table_ptr + n // PAGE, mask=n < length, other=0)
+        start = row_in_page(first, ROWS, PAGE)
+        n = start + tl.arange(0, ROWS)
+        page = tl.load(table_ptr + first // PAGE + n // PAGE, mask=n < start + length - first, other=0)
     return page
+
+
+@triton.jit
+def row_in_page(first, ROWS: tl.constexpr, PAGE: tl.constexpr):
+    """Return first % PAGE; a constant where tiles begin with a page, so that the loop need not compute addresses."""
+    if ROWS % PAGE == 0:
+        start = 0
+    else:
+        start = first % PAGE
+    return start
 
 
 @triton.jit
@@ -104,39 +107,39 @@ def cache_tile(
         start = first % PAGE
         tile = load_tile(x, stride, page, h, start, start + length - first, ROWS, COLS, DIM, False, WIDE)
     else:
-        n = first + tl.arange(0, ROWS)
-        ptrs, inside = paged_pointers(x, stride, page, h, n, n < length, COLS, DIM, PAGE)
-        tile = tl.load(ptrs, mask=inside, other=0.0)
+        start = row_in_page(first, ROWS, PAGE)
+        n = start + tl.arange(0, ROWS)
+        inside = (n < start + length - first)[:, None]
+        if DIM < COLS:
+            inside = inside & (tl.arange(0, COLS) < DIM)[None, :]
+        tile = tl.load(paged_pointers(x, stride, page, h, n % PAGE, COLS), mask=inside, other=0.0)
     return tile
 
 
 @triton.jit
-def paged_pointers(x, stride, page, h, n, inside, COLS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr):
-    """Return the addresses of the rows n of head h, in a page each, and which of them are inside. [ROWS, COLS]"""
-    col = tl.arange(0, COLS)
-    rows = x + tl.cast(h, tl.int64) * stride[1] + page.to(tl.int64) * stride[0] + (n % PAGE).to(tl.int64) * stride[2]
-    inside = inside[:, None]
-    if DIM < COLS:
-        inside = inside & (col < DIM)[None, :]
-    return rows[:, None] + (col.to(tl.int64) * stride[3])[None, :], inside
+def paged_pointers(x, stride, page, h, row, COLS: tl.constexpr):
+    """Return the addresses of rows, each in a page of its own, of head h. [rows, COLS]"""
+    inner = row.to(tl.int64)[:, None] * stride[2] + (tl.arange(0, COLS).to(tl.int64) * stride[3])[None, :]
+    return x + tl.cast(h, tl.int64) * stride[1] + inner + (page.to(tl.int64) * stride[0])[:, None]
 
 
 @triton.jit
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, states_ptr, length_ptr, table_ptr, sink_ptr, slope_ptr,
     stride_q, stride_k, stride_v, stride_out, stride_table, stride_slope,
-    nheads_kv, group, seqlen_q, capacity, appended, left, qk_scale, softcap, split, n_splits, n_states,
-    WHOLE: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    nheads_kv, group, seqlen_q, capacity, appended, left, qk_scale, softcap, split, n_parts, n_states,
+    WALK: tl.constexpr, LAST: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     COLS: tl.constexpr, COLS_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
-        # The second kernel may be brought to the multiprocessors now; it waits there for what this one stores.
+        # This kernel came to the multiprocessors before the one in front of it had ended, and so may the next one.
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     # The rows of a program are the new tokens of all query heads that share a head of the cache: each key is read once.
     rows = group * seqlen_q
-    pid_split = tl.program_id(0) % n_splits
-    pid = tl.program_id(0) // n_splits
+    pid_part = tl.program_id(0) % n_parts
+    pid = tl.program_id(0) // n_parts
     pid_m = pid % tl.cdiv(rows, BLOCK_M)
     pid_bh = pid // tl.cdiv(rows, BLOCK_M)
     b = pid_bh // nheads_kv
@@ -144,13 +147,11 @@ def _decode_kernel(
     if PAGE is not None:
         table_ptr += b.to(tl.int64) * stride_table
     length, first_seen = row_range(length_ptr, b, seqlen_q, capacity, appended, left)
-    lo = pid_split * split
-    hi = length
-    if not WHOLE:
-        hi = tl.minimum(hi, lo + split)
-    lo = tl.maximum(lo, first_seen // BLOCK_N * BLOCK_N)
-    # Grids are made for the longest cache that fits: most splits of a shorter one have nothing to do.
-    if WHOLE or lo < hi:
+    # A part is one split, or the WALK splits of a chunk.
+    lo = tl.maximum(pid_part * split * WALK, first_seen // BLOCK_N * BLOCK_N)
+    hi = tl.minimum((pid_part + 1) * split * WALK, length)
+    # Grids are made for the longest sequence that fits: most parts of a shorter one have nothing to do.
+    if LAST or lo < hi:
         ACC: tl.constexpr = states_ptr.dtype.element_ty
         offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         mask_m = offs_m < rows
@@ -167,9 +168,10 @@ def _decode_kernel(
         m_i = tl.full([BLOCK_M], float("-inf"), ACC)
         l_i = tl.zeros([BLOCK_M], ACC)
         acc = tl.zeros([BLOCK_M, COLS_V], ACC)
-        if WHOLE:
-            m_row, l_row = state_of_sinks(sink_ptr, head, mask_m, ACC)
-            acc_row = tl.zeros([BLOCK_M, COLS_V], ACC)
+        if WALK > 1:
+            m_row = m_i
+            l_row = l_i
+            acc_row = acc
 
         page = page_of(table_ptr, b, lo, length, BLOCK_N, PAGE)
         for first_n in tl.range(lo, hi, BLOCK_N):
@@ -198,24 +200,25 @@ def _decode_kernel(
             page = page_of(table_ptr, b, first_n + BLOCK_N, length, BLOCK_N, PAGE)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION, out_dtype=ACC)
             m_i = m_new
-            if WHOLE:
+            if WALK > 1:
                 if (first_n + BLOCK_N) % split == 0:
                     m_row, l_row, acc_row = merge(m_row, l_row, acc_row, m_i, l_i, acc)
                     m_i = tl.full([BLOCK_M], float("-inf"), ACC)
                     l_i = tl.zeros([BLOCK_M], ACC)
                     acc = tl.zeros([BLOCK_M, COLS_V], ACC)
 
+        if WALK > 1:
+            m_i, l_i, acc = merge(m_row, l_row, acc_row, m_i, l_i, acc)
         row = pid_bh.to(tl.int64) * rows + offs_m
         mask_v = mask_m[:, None] & (offs_v < HEAD_DIM_V)[None, :]
-        if WHOLE:
-            m_row, l_row, acc_row = merge(m_row, l_row, acc_row, m_i, l_i, acc)
-            out, lse = finished(m_row, l_row, acc_row)
+        if LAST:
+            out, lse = finished(m_i, l_i, acc, sink_ptr, head, mask_m)
             out_rows = b.to(tl.int64) * stride_out[0] + head.to(tl.int64) * stride_out[1] + i * stride_out[2]
             out_ptrs = out_ptr + out_rows[:, None] + (offs_v * stride_out[3])[None, :]
             tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask_v)
             tl.store(lse_ptr + row, lse, mask=mask_m)
         else:
-            at = row * n_splits + pid_split
+            at = row * n_parts + pid_part
             tl.store(states_ptr + at, m_i, mask=mask_m)
             tl.store(states_ptr + n_states + at, l_i, mask=mask_m)
             tl.store(states_ptr + 2 * n_states + at[:, None] * HEAD_DIM_V + offs_v[None, :], acc, mask=mask_v)
@@ -224,10 +227,13 @@ def _decode_kernel(
 @triton.jit
 def _combine_kernel(
     states_ptr, out_ptr, lse_ptr, length_ptr, sink_ptr, stride_out,
-    nheads, seqlen_q, capacity, appended, left, split, n_splits, n_states,
-    HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    nheads, seqlen_q, capacity, appended, left, part, n_parts, n_states,
+    HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     blocks_d: tl.constexpr = (HEAD_DIM_V + BLOCK_D - 1) // BLOCK_D
     row = tl.program_id(0) // blocks_d
     offs_v = tl.program_id(0) % blocks_d * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -236,35 +242,34 @@ def _combine_kernel(
     i = row % seqlen_q
     ACC: tl.constexpr = states_ptr.dtype.element_ty
     length, first_seen = row_range(length_ptr, b, seqlen_q, capacity, appended, left)
-    # What the others would have written was never written.
-    first_split = first_seen // BLOCK_N * BLOCK_N // split
-    end_split = tl.cdiv(length, split)
+    # Parts outside were never written.
+    first_part = first_seen // BLOCK_N * BLOCK_N // part
+    end_part = tl.cdiv(length, part)
 
-    chunk = tl.arange(0, CHUNKS)
-    # The sink belongs to the row, so one chunk starts from it.
-    m, l = state_of_sinks(sink_ptr, head + 0 * chunk, chunk == 0, ACC)
+    m = tl.full([CHUNKS], float("-inf"), ACC)
+    l = tl.zeros([CHUNKS], ACC)
     acc = tl.zeros([CHUNKS, BLOCK_D], ACC)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-    for step in tl.static_range(CHUNK):
-        at = chunk * CHUNK + step
-        live = (at >= first_split) & (at < end_split)
-        at = row.to(tl.int64) * n_splits + at
-        m_split = tl.load(states_ptr + at, mask=live, other=float("-inf"))
-        l_split = tl.load(states_ptr + n_states + at, mask=live, other=0.0)
+    for step in tl.static_range(STEPS):
+        at = tl.arange(0, CHUNKS) * STEPS + step
+        live = (at >= first_part) & (at < end_part)
+        at = row.to(tl.int64) * n_parts + at
+        m_part = tl.load(states_ptr + at, mask=live, other=float("-inf"))
+        l_part = tl.load(states_ptr + n_states + at, mask=live, other=0.0)
         acc_ptrs = states_ptr + 2 * n_states + at[:, None] * HEAD_DIM_V + offs_v[None, :]
-        acc_split = tl.load(acc_ptrs, mask=live[:, None] & (offs_v < HEAD_DIM_V)[None, :], other=0.0)
-        m, l, acc = merge(m, l, acc, m_split, l_split, acc_split)
+        acc_part = tl.load(acc_ptrs, mask=live[:, None] & (offs_v < HEAD_DIM_V)[None, :], other=0.0)
+        m, l, acc = merge(m, l, acc, m_part, l_part, acc_part)
 
+    # All chunks at once: the merge of many states.
     m_row = tl.max(m, 0, keep_dims=True)
     weight = tl.exp2(m - tl.where(m_row == float("-inf"), 0.0, m_row))
     l_row = tl.sum(l * weight, 0, keep_dims=True)
     acc_row = tl.sum(acc * weight[:, None], 0, keep_dims=True)  # [1, BLOCK_D]
-    out, lse = finished(m_row, l_row, acc_row)
+    one = tl.arange(0, 1)
+    out, lse = finished(m_row, l_row, acc_row, sink_ptr, head + one, one == 0)
     out_ptrs = out_ptr + b.to(tl.int64) * stride_out[0] + head.to(tl.int64) * stride_out[1] + i * stride_out[2]
     out_ptrs = out_ptrs + (offs_v * stride_out[3])[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(offs_v < HEAD_DIM_V)[None, :])
-    tl.store(lse_ptr + row + 0 * tl.arange(0, 1), lse)
+    tl.store(lse_ptr + row + one, lse)
 
 
 @triton.jit
@@ -298,11 +303,11 @@ def copy_rows(
     new = load_tile(new_ptr, stride_new, b, h, 0, seqlen_q, ROWS, COLS, DIM, False, True)
     inside = (n < first + seqlen_q) & (n < capacity)
     if PAGE is None:
-        ptrs, inside = paged_pointers(cache_ptr, stride, b + 0 * n, h, n, inside, COLS, DIM, 2**30)
+        ptrs = paged_pointers(cache_ptr, stride, b + 0 * n, h, n, COLS)
     else:
         page = tl.load(table_ptr + n // PAGE, mask=inside, other=0)
-        ptrs, inside = paged_pointers(cache_ptr, stride, page, h, n, inside, COLS, DIM, PAGE)
-    tl.store(ptrs, new, mask=inside)
+        ptrs = paged_pointers(cache_ptr, stride, page, h, n % PAGE, COLS)
+    tl.store(ptrs, new, mask=inside[:, None] & (tl.arange(0, COLS) < DIM)[None, :])
 
 
 # --- launch --------------------------------------------------------------------------------------------------------
@@ -328,27 +333,29 @@ def _decode(q, k, v, cache_seqlens, block_table, sinks, slopes, appended, left, 
     block_m = min(max(16, triton.next_power_of_2(rows)), tile.block_m)
     programs = -(-rows // block_m) * batch * nheads_kv
     split, n_splits = splits_of(capacity, num_splits, tile.block_n)
-    whole = n_splits == 1 or (num_splits is None and n_splits <= CHUNK and programs >= enough_programs(q.device))
-    # m, l and acc of every row and split; a multiple of 16 keeps acc aligned.
-    n_states = -(-lse.numel() * n_splits // 16) * 16
-    states = lse if whole else torch.empty(n_states * (2 + v.shape[3]), dtype=acc_dtype, device=q.device)
+    chunks = -(-n_splits // CHUNK)
+    # Programs that walk over a whole chunk write fewer states, if there are enough of them for the GPU.
+    walk = CHUNK if n_splits > 1 and num_splits is None and programs * chunks >= enough_programs(q.device) else 1
+    n_parts = -(-n_splits // walk)
+    # m, l and acc of every row and part; a multiple of 16 keeps acc aligned.
+    n_states = -(-lse.numel() * n_parts // 16) * 16
+    states = lse if n_parts == 1 else torch.empty(n_states * (2 + v.shape[3]), dtype=acc_dtype, device=q.device)
     base_2 = LOG2_E.value if softcap is None else 2 * LOG2_E.value / softcap
     stride_slopes = None if slopes is None else (0, slopes.stride(0)) if slopes.ndim == 1 else slopes.stride()
-    shared = seqlen_q, capacity, appended, left
     sinks, slopes = (x if x is None else tiles.pointers((x,))[0] for x in (sinks, slopes))
+    shared = seqlen_q, capacity, appended, left
     arguments = (
         q, k, v, out, lse, states, cache_seqlens, block_table, sinks, slopes,
         q.stride(), k.stride(), v.stride(), out.stride(), None if block_table is None else block_table.stride(0),
-        stride_slopes, nheads_kv, nheads // nheads_kv, *shared, scale * base_2, softcap, split,
-        1 if whole else n_splits, n_states,
+        stride_slopes, nheads_kv, nheads // nheads_kv, *shared, scale * base_2, softcap, split, n_parts, n_states,
     )  # fmt: skip
+    changes = {"WALK": walk, "LAST": n_parts == 1, "PAGE": page, "BLOCK_M": block_m}
     with tiles.on_device_of(q):
-        changes = {"WHOLE": whole, "PAGE": page, "BLOCK_M": block_m, "EARLY": EARLY and not whole}
-        tiles.launch(_decode_kernel, programs * (1 if whole else n_splits), arguments, constants | changes)
-        if not whole:
-            arguments = states, out, lse, cache_seqlens, sinks, out.stride(), nheads, *shared, split, n_splits, n_states
-            constants = _combine_constants(n_splits, v.shape[3], tile.block_n, CHUNK, EARLY)
-            blocks_d = -(-v.shape[3] // constants["BLOCK_D"])
+        tiles.launch(_decode_kernel, programs * n_parts, arguments, constants | changes)
+        if n_parts > 1:
+            part = walk * split
+            arguments = states, out, lse, cache_seqlens, sinks, out.stride(), nheads, *shared, part, n_parts, n_states
+            blocks_d, constants = _combine_constants(chunks, CHUNK // walk, v.shape[3], tile.block_n, constants["EARLY"])
             tiles.launch(_combine_kernel, lse.numel() * blocks_d, arguments, constants)
     return out, lse
 
@@ -363,8 +370,11 @@ def splits_of(capacity, num_splits, block_n):
 
 @functools.cache
 def enough_programs(device):
-    """Return how many programs keep a GPU busy without splits."""
-    return 3 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2**31
+    """Return how many programs keep a GPU busy; the interpreter never has enough, so that small caches are split too."""
+    if device.type != "cuda":
+        return 2**31
+    # Nearly one a multiprocessor: each has enough loads under way to use its share of the bandwidth.
+    return 0.9 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _page_and_capacity(k, block_table):
@@ -395,22 +405,29 @@ def _tile_and_constants(architecture, itemsize, head_dim, head_dim_v, wide):
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
         "maxnreg": tile.max_registers,
+        **_launched_early(architecture >= 90),
     }
 
 
+def _launched_early(early):
+    """Return what lets a kernel be brought to the GPU while the one in front of it still runs (Hopper and newer)."""
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
 @functools.cache
-def _combine_constants(n_splits, head_dim_v, block_n, chunk, early):
-    chunks = triton.next_power_of_2(-(-n_splits // chunk))
+def _combine_constants(chunks, steps, head_dim_v, block_n, early):
+    """Return (programs a row, constants of _combine_kernel)."""
+    chunks = triton.next_power_of_2(chunks)
     block_d = min(tiles.padded(head_dim_v), max(32, 128 // chunks))
-    return {
+    return -(-head_dim_v // block_d), {
         "HEAD_DIM_V": head_dim_v,
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
         "CHUNKS": chunks,
-        "CHUNK": chunk,
+        "STEPS": steps,
         "num_warps": min(4, max(1, chunks * block_d // 128)),
-        "EARLY": early,
-    } | ({"launch_pdl": True} if early else {})
+        **_launched_early(early),
+    }
 
 
 def _decode_fake(q, k, v, *_):
