@@ -201,9 +201,8 @@ def main():
         for batch, context in SHAPES:
             for row in run_shape(batch, context, "cuda", torch.bfloat16, options.rounds):
                 writer.writerow(row | where)
-                print(
-                    f"{batch:>3} {context:>7} {row['impl']:<20} {float(row['ms_p50']) * 1e3:8.1f} µs {row['gb_per_s']:>5} GB/s"
-                )
+                us = float(row["ms_p50"]) * 1e3
+                print(f"{batch:>3} {context:>7} {row['impl']:<20} {us:8.1f} µs {row['gb_per_s']:>5} GB/s")
             file.flush()
             torch.cuda.empty_cache()
     print(f"written to {out} after {time.perf_counter() - started:.0f} s")

@@ -24,7 +24,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @triton.jit
 def page_of(table_ptr, b, first, length, ROWS: tl.constexpr, PAGE: tl.constexpr):
-    """Return where the rows first … first + ROWS of sequence b are: an index of the cache's first axis, or one a row."""
+    """Return where rows first … first + ROWS of sequence b are: one index of the cache's first axis, or one a row."""
     if PAGE is None:
         page = b
     elif PAGE % ROWS == 0:
@@ -231,14 +231,14 @@ def check_options(num_splits, window, scale, softcap):
 
 def check_values(k_cache, cache_seqlens, block_table, appended):
     """Raise a ValueError unless lengths and pages stay inside the cache; on a GPU the host waits for them."""
-    page, capacity = page_and_capacity(k_cache, block_table)
+    page_size, capacity = page_and_capacity(k_cache, block_table)
     lengths = cache_seqlens.tolist()
     for b, length in enumerate(lengths):
         if not 0 <= length <= capacity - appended:
             raise ValueError(f"cache_seqlens must be from 0 to {capacity - appended}, got {length} for sequence {b}")
         if block_table is not None:
-            used = block_table[b, : -(-(length + appended) // page)].tolist()
-            if used and not (0 <= min(used) and max(used) < k_cache.shape[0]):
+            used = block_table[b, : -(-(length + appended) // page_size)].tolist()
+            if any(not 0 <= page < k_cache.shape[0] for page in used):
                 raise ValueError(
                     f"block_table must name pages from 0 to {k_cache.shape[0] - 1}, got {used} for sequence {b}"
                 )
