@@ -28,8 +28,8 @@ _FIND = Exercise(
     level=1,
     task=(
         "Write `find`, which says where token `n` of sequence `b` lies: the pair (page, row in the page). "
-        "`block_table[b]` lists the pages of sequence `b` in the order of their tokens, `page_size` tokens a page; tokens "
-        "and rows are counted from 0."
+        "`block_table[b]` lists the pages of sequence `b` in the order of their tokens, `page_size` tokens a page; "
+        "tokens and rows are counted from 0."
     ),
     name="find",
     stub='''def find(block_table, b, n, page_size):
@@ -114,10 +114,10 @@ _COMBINE = Exercise(
     title="Put splits and a sink together",
     level=2,
     task=(
-        "Write `combine`, what the second kernel of decoding does. The states of the splits come stacked: `m` and `l` of "
-        "shape (splits, rows), `acc` of shape (splits, rows, head_dim), each `acc` and `l` counted from its own `m`. A "
-        "split without keys has `m` = -inf. `sink` is None or one more logit a row, which joins the denominator and has no "
-        "value. Return the pair (`out`, `lse`), (rows, head_dim) and (rows,). Every row has seen a key."
+        "Write `combine`, what the second kernel of decoding does. The states of the splits come stacked: `m` and `l` "
+        "of shape (splits, rows), `acc` of shape (splits, rows, head_dim), each `acc` and `l` counted from its own `m`."
+        " A split without keys has `m` = -inf. `sink` is None or one more logit a row, which joins the denominator and "
+        "has no value. Return the pair (`out`, `lse`), (rows, head_dim) and (rows,). Every row has seen a key."
     ),
     name="combine",
     stub='''def combine(m, l, acc, sink=None):
@@ -137,8 +137,8 @@ _COMBINE = Exercise(
     cases=_cases_combine,
     wrong=(
         Wrong(
-            "the outputs of the splits are averaged: a split whose keys score low then counts as much as one whose keys "
-            "score high",
+            "the outputs of the splits are averaged: a split whose keys score low then counts as much as one whose "
+            "keys score high",
             source="""def combine(m, l, acc, sink=None):
     safe = np.where(l == 0, 1, l)
     m_row = m.max(axis=0)
@@ -149,8 +149,8 @@ _COMBINE = Exercise(
 """,
         ),
         Wrong(
-            "acc and l of the splits are added as they are, though each counts from its own maximum: exp(m - m_row) is "
-            "missing",
+            "acc and l of the splits are added as they are, though each counts from its own maximum: exp(m - m_row) "
+            "is missing",
             edit=("weight = np.exp(m - m_row)", "weight = np.ones_like(m)"),
         ),
         Wrong(
