@@ -183,11 +183,12 @@ def small_splits(monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"window": (400, 0), "sinks": [1.0, 3.0]}], ids=["plain", "window and sinks"])
 def test_who_adds_up_the_splits_changes_no_bit(options, small_splits, monkeypatch):
-    # 20 splits: three groups, two pairs.
+    # 17 splits of two tiles: three groups, two pairs.
+    monkeypatch.setattr(decode, "SPLIT", 2 * decode.SPLIT)
     n = decode.SPLIT
-    inputs = case([0, 8 * n + 1, 20 * n - 5], seqlen_q=2, head_dim=16, capacity=20 * n)
+    inputs = case([0, 17 * n - 5], seqlen_q=2, head_dim=16, capacity=17 * n)
     want = None
-    for enough, walk in ((2**31, 1), (3 * 3, 8), (3 * 2, 16)):
+    for enough, walk in ((2**31, 1), (2 * 3, 8), (2 * 2, 16)):
         monkeypatch.setattr(decode, "enough_programs", lambda _, enough=enough: enough)
         launched = []
         launch = tiles.launch
@@ -513,7 +514,9 @@ def check_compiled(jobs):
     for one, compiled in zip(jobs, compile_many(jobs), strict=True):
         assert compiled.shared_bytes <= 1024 * limits[one["capability"]], compiled
         if one["capability"] >= 80:
-            assert compiled.stack_bytes <= 64, compiled
+            # float32 in three TF32 products has no tile at head_dim 256 that spills nothing.
+            wide = one["constexprs"]["HEAD_DIM"] == 256 and one["signature"]["q_ptr"] == "*fp32"
+            assert compiled.stack_bytes <= (256 if wide else 64), compiled
             # 16 bytes a thread, and asynchronous: the next tiles are under way while this one is computed.
             assert len(re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", compiled.ptx)) > 0
 
