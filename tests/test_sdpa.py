@@ -112,6 +112,6 @@ def test_bad_arguments_are_named(arguments, message):
 
 
 def test_mask_and_causal_together_are_refused():
-    # PyTorch's documentation says that it refuses too; on a CPU, 2.13 does not.
+    # PyTorch's documentation says that it refuses too; of 2.13's kernels, the CPU's flash takes both.
     with pytest.raises(RuntimeError, match="attn_mask must be None where is_causal is True"):
         ours(**bad(attn_mask=torch.ones(4, 4, dtype=torch.bool, device=DEVICE), is_causal=True))
