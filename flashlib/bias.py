@@ -113,7 +113,8 @@ def gradient(q, k, v, dout, lse, delta, dbias, call):
         "CAUSAL": call.causal, "MASK": call.mask[0], "KEYS": call.mask[1], "SCORE": call.score[0],
         "GRAD": call.score[1], "HEAD_DIM": q.shape[3], "HEAD_DIM_V": v.shape[3], "COLS": columns[0],
         "COLS_V": columns[1], "BLOCK_M": block, "BLOCK_N": block,
-        "PRECISION": "tf32x3" if architecture >= 80 else "ieee", "WIDE": tiles.wide(strides), "num_warps": 4, "num_stages": 1,
+        "PRECISION": "tf32x3" if architecture >= 80 else "ieee", "WIDE": tiles.wide(strides),
+        "num_warps": 4, "num_stages": 1,
     }  # fmt: skip
     tiles.launch(_bias_gradient_kernel, programs, arguments, constants)
     if into is not dbias:
