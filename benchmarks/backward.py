@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashlib import reference, tiles
 from flashlib.backward_atomic import backward_atomic
-from flashlib.forward import flash_attention
+from flashlib.attention import flash_attention
 
 TOKENS = 16384
 WIDTH = 2048

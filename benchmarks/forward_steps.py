@@ -35,7 +35,7 @@ import torch
 from cost import FIELDS, fused, machine
 from fused_softmax import measure
 
-from flashlib.forward import flash_attention
+from flashlib.attention import flash_attention
 
 TOKENS, WIDTH = 16384, 2048
 HEAD_DIMS = (64, 128)

@@ -87,7 +87,7 @@ def implementations(dtype, causal, seqlen):
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from flashlib.forward import flash_attention
+    from flashlib.attention import flash_attention
 
     def sdpa(backend):
         def run(q, k, v):

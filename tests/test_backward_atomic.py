@@ -13,7 +13,7 @@ from kernel_jobs import job
 
 from flashlib import compiler, reference, tiles
 from flashlib.backward_atomic import backward_atomic
-from flashlib.forward import _Attention, flash_attention
+from flashlib.attention import _Attention, flash_attention
 
 
 def inputs(shape, dtype=torch.float32):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_forward import LAYOUTS, qkv
 
 from flashlib import tiles
-from flashlib.forward import flash_attention
+from flashlib.attention import flash_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a GPU")]
 
