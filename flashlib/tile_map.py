@@ -1,7 +1,7 @@
 """Where a mask's tiles are empty, partial or full: the map that the kernels follow, made by running their own code.
 
-`key_range` and `query_range` decide in the kernels which tiles a program visits and which of them it tests. Here a kernel
-of one line asks them for every tile and stores the answer, so a picture of a mask cannot differ from what is computed.
+`key_range` and `query_range` decide in the kernels which tiles a program visits and which of them it tests. Here a
+small kernel asks them for every tile and stores the answer, so a picture of a mask cannot differ from what is computed.
 
 Source: ours.
 """
@@ -68,7 +68,7 @@ def ranges(seqlen_q, seqlen_k, block_m, block_n, *, causal=False, window=None, m
         b, h: batch and head that the mask is asked about.
 
     Returns:
-        int64 array, (tiles of queries, 4), or (tiles of keys, 4): lo, lo_full, hi_full, hi, as the kernels compute them.
+        int64 array, (tiles of queries, 4) or (tiles of keys, 4): lo, lo_full, hi_full, hi, as the kernels compute them.
     """
     causal, window, aux, (fn, keys, queries) = _rules(seqlen_q, seqlen_k, causal, window, mask)
     tiles = -(-seqlen_k // block_n) if by_keys else -(-seqlen_q // block_m)
@@ -158,12 +158,9 @@ def draw(ax, pairs, tiles, block_m, block_n):
     for m, row in enumerate(tiles):
         for n, kind in enumerate(row):
             size = min(block_n, seqlen_k - n * block_n), min(block_m, seqlen_q - m * block_m)
-            ax.add_patch(
-                Rectangle(
-                    (n * block_n, m * block_m), *size, fill=False, edgecolor=style.GREY, linewidth=0.7,
-                    hatch="////" if kind == PARTIAL else None,
-                )  # fmt: skip
-            )
+            look = {"fill": False, "edgecolor": style.GREY, "linewidth": 0.7}
+            look["hatch"] = "////" if kind == PARTIAL else None
+            ax.add_patch(Rectangle((n * block_n, m * block_m), *size, **look))
     ax.grid(visible=False)
     ax.set(xlabel="key", ylabel="query", xlim=(-0.2, seqlen_k + 0.2), ylim=(seqlen_q + 0.2, -0.2))
 

@@ -174,8 +174,8 @@ _BOUNDS = Exercise(
         "The keys are cut into chunks of `tl.load(aux[0])`, and a query sees its own chunk up to its own place. Write "
         "the bounds: for the queries `first` … `end - 1` of a tile return four positions of keys. No query of the tile "
         "sees a key before the first or from the fourth on; every query sees every key from the second up to, not "
-        "including, the third. Make both runs as tight as they can be; the kernel rounds to tiles. The checker compares "
-        "what becomes of each tile: 0 not visited, 1 tested, 2 full."
+        "including, the third. Make both runs as tight as they can be; the kernel rounds to tiles. The checker "
+        "compares what becomes of each tile: 0 not visited, 1 tested, 2 full."
     ),
     name="chunk_keys",
     stub='''\
@@ -226,7 +226,7 @@ def chunk_keys(b, h, first, end, seqlen_q, seqlen_k, aux):
             edit=("first + shift + 1, end + shift", "first + shift + 1, first + shift + 1"),
         ),
         Wrong(
-            "the result is right, but the run of full keys ends one key too early: the first query sees its own key too",
+            "the result is right, but the run of full keys ends one key early: the first query sees its own key too",
             edit=("first + shift + 1, end + shift", "first + shift, end + shift"),
         ),
         Wrong(
@@ -293,9 +293,9 @@ _SCORE = Exercise(
     title="A score: softcap, then ALiBi",
     level=1,
     task=(
-        "Write the score that does both: first the softcap, `cap * tanh(s / cap)`, then subtract the head's slope times "
-        "the distance between `i` and `j` (as many queries as keys). `aux[0]` points to the cap, `aux[1]` to one slope "
-        "for each head. `tanh(x, True)` is the library's."
+        "Write the score that does both: first the softcap, `cap * tanh(s / cap)`, then subtract the head's slope "
+        "times the distance between `i` and `j` (as many queries as keys). `aux[0]` points to the cap, `aux[1]` to one "
+        "slope for each head. `tanh(x, True)` is the library's."
     ),
     name="capped_alibi",
     stub="""\
