@@ -12,7 +12,7 @@ from flashlib import device
 __version__ = "0.1.0"
 
 # Public names that live in a module, fetched with it on first use.
-_HOME = {"report": "device", "flash_attention": "attention"}
+_HOME = {"report": "device", "flash_attention": "attention", "flash_attention_varlen": "varlen"}
 
 device.settle()
 

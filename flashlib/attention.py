@@ -169,7 +169,7 @@ def flash_attention(
 
     Source: "FlashAttention-2", https://arxiv.org/abs/2307.08691
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     check_tensors(q, k, v)
     options = options_of(
         q, (*q.shape[:3], k.shape[2]), causal, window, scale, softcap, alibi_slopes, bias, sinks, dropout_p, dropout_seed, mask, score,
@@ -195,7 +195,7 @@ def _dual(*tensors):
     )
 
 
-def _autocast(*tensors):
+def autocast(*tensors):
     """Return the tensors in autocast's dtype where autocast is on, as PyTorch's own matrix products do."""
     kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
     if not torch.is_autocast_enabled(kind):

@@ -230,7 +230,7 @@ def gradients(q, k, v, out, lse, dout, dlse, wants_q, wants_kv, options):
     call = call_of(q, k, options)
     hooks = {"CAUSAL": call.causal, "MASK": call.mask[0], "SCORE": call.score[0], "GRAD": call.score[1]}
     common = call.aux, call.score_aux, call.window, call.change, call.packed, *call.sizes
-    strides = q.stride(), k.stride(), v.stride(), dout.stride()
+    strides = call.strides(q, k, v, dout)
     with tiles.on_device_of(q):
         stride_dlse = dlse.stride() if dlse is not None else (0, 0, 0)
         arguments = out, dout, lse, dlse, delta, out.stride(), dout.stride(), stride_dlse, nheads, rows_q
@@ -245,15 +245,18 @@ def gradients(q, k, v, out, lse, dout, dlse, wants_q, wants_kv, options):
             plan = tiles.plan("dkdv", q, v, call.triangular, (q, dout), call.lanes)
             q_loaded, dout_loaded = plan.loaded(q, dout)
             arguments = (
-                q_loaded, k, v, dout_loaded, lse, delta, dk, dv, *strides, dk.stride(), dv.stride(), *common
+                q_loaded, k, v, dout_loaded, lse, delta, dk, dv, *strides, *call.strides(dk, dv), *common
             )  # fmt: skip
             programs = call.programs(1, plan.tile.block_n, batch)
             tiles.launch(_dkdv_kernel, programs, arguments, hooks | {"QUERIES": call.mask[2]} | plan.constants)
         if wants_q:
             plan = tiles.plan("dq", q, v, call.triangular, (k, v), call.lanes)
-            arguments = q, *plan.loaded(k, v), dout, lse, delta, dq, *strides, dq.stride(), *common
+            arguments = q, *plan.loaded(k, v), dout, lse, delta, dq, *strides, *call.strides(dq), *common
             programs = call.programs(0, plan.tile.block_m, batch)
             tiles.launch(_dq_kernel, programs, arguments, hooks | {"KEYS": call.mask[1]} | plan.constants)
+        if call.packed is not None:
+            tiles.fill_tails(options.cu_q, (dq, 0.0))
+            tiles.fill_tails(options.cu_k, (dk, 0.0), (dv, 0.0))
     return dq, dk, dv, delta
 
 

@@ -113,7 +113,7 @@ def gradient(q, k, v, dout, lse, delta, dbias, call):
     batch = q.shape[0] if call.packed is None else call.packed[2]
     programs = dbias.shape[0] * dbias.shape[1] * -(-dbias.shape[2] // block) * -(-dbias.shape[3] // block)
     arguments = (
-        q, k, v, dout, lse, delta, into, q.stride(), k.stride(), v.stride(), dout.stride(), into.stride(),
+        q, k, v, dout, lse, delta, into, *call.strides(q, k, v, dout), into.stride(),
         tuple(dbias.shape), batch, call.aux, call.score_aux, call.window, call.change, call.packed, *call.sizes,
     )  # fmt: skip
     constants = {

@@ -119,8 +119,7 @@ def forward(q, k, v, options):
     call = call_of(q, k, options)
     plan = tiles.plan("forward", q, v, call.triangular, (k, v), call.lanes)
     arguments = (
-        q, *plan.loaded(k, v), out, lse, q.stride(), k.stride(), v.stride(), out.stride(),
-        call.aux, call.score_aux, call.window, call.change, tiles.pointer(options.sinks), call.packed, *call.sizes,
+        q, *plan.loaded(k, v), out, lse, *call.strides(q, k, v, out), call.aux, call.score_aux, call.window, call.change, tiles.pointer(options.sinks), call.packed, *call.sizes,
     )  # fmt: skip
     constants = {
         "CAUSAL": call.causal, "MASK": call.mask[0], "KEYS": call.mask[1], "SCORE": call.score[0],
@@ -128,4 +127,6 @@ def forward(q, k, v, options):
     }  # fmt: skip
     with tiles.on_device_of(q):
         tiles.launch(_forward_kernel, call.programs(0, plan.tile.block_m, q.shape[0]), arguments, constants | plan.constants)
+        if call.packed is not None:
+            tiles.fill_tails(options.cu_q, (out, 0.0), (lse[..., None], float("-inf")))
     return out, lse

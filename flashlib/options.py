@@ -80,6 +80,12 @@ class Call(NamedTuple):
         """Whether tiles of queries see different numbers of keys."""
         return self.causal or self.window is not None
 
+    def strides(self, *tensors):
+        """Return the strides of tensors, one tuple each; all packed sequences lie in one batch."""
+        if self.packed is None:
+            return tuple(x.stride() for x in tensors)
+        return tuple((0, *x.stride()[1:]) for x in tensors)
+
     def programs(self, axis, block, batch):
         """Return how many programs own a tile each: of queries of each head, axis 0, or of keys of each KV head, 1."""
         nheads, group, *lengths = self.sizes[:4]
@@ -98,7 +104,7 @@ def call_of(q, k, options):
         change = options.softcap, *_with_strides(options.slopes, 2), *_with_strides(options.bias, 4)
     if options.cu_q is not None:
         packed = options.cu_q, options.cu_k, options.cu_q.shape[0] - 1
-        lanes = triton.next_power_of_2(packed[2])
+        lanes = triton.next_power_of_2(max(1, packed[2]))
     mask_aux, score_aux = options.aux[: options.n_mask], options.aux[options.n_mask :]
     sizes = q.shape[1], q.shape[1] // k.shape[1], seqlen_q, seqlen_k, options.scale, options.scale * LOG2_E.value
     return Call(

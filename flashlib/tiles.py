@@ -129,6 +129,22 @@ def packed_spans(packed, b):
     return start_q, tl.load(packed[0] + b + 1) - start_q, start_k, tl.load(packed[1] + b + 1) - start_k
 
 
+@triton.jit
+def _fill_tail_kernel(
+    x_ptr, stride, cu_ptr, batch, nheads, total, value, DIM: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    end = tl.load(cu_ptr + batch)
+    if tl.program_id(0) * ROWS + ROWS <= end:
+        return
+    cols = tl.arange(0, COLS)
+    inside = ((rows >= end) & (rows < total))[:, None] & (cols < DIM)[None, :]
+    for h in tl.range(0, nheads):
+        ptrs = x_ptr + tl.cast(h, tl.int64) * stride[1] + rows.to(tl.int64)[:, None] * stride[2]
+        ptrs += cols.to(tl.int64)[None, :] * stride[3]
+        tl.store(ptrs, tl.full([ROWS, COLS], value, x_ptr.dtype.element_ty), mask=inside)
+
+
 @functools.cache
 def padded(head_dim):
     """Return the number of columns that a tile needs for head_dim: the next power of two, at least 16."""
@@ -323,6 +339,17 @@ def _constants(tile, head_dim, head_dim_v, columns, architecture, described, str
     }
 
 
+def fill_tails(cu, *pairs):
+    """Set the rows behind the last packed sequence: pairs of a tensor (1, nheads, total, columns) and a value."""
+    for x, value in pairs:
+        if x.numel():
+            arguments = x, x.stride(), cu, cu.shape[0] - 1, x.shape[1], x.shape[2], value
+            launch(
+                _fill_tail_kernel, -(-x.shape[2] // 128), arguments,
+                {"DIM": x.shape[3], "COLS": padded(x.shape[3]), "ROWS": 128},
+            )  # fmt: skip
+
+
 def precision(architecture):
     """Return how float32 is multiplied: three TF32 products have its accuracy; where there is no TF32, plainly."""
     return "tf32x3" if architecture >= 80 else "ieee"
@@ -335,6 +362,8 @@ def launch(kernel, programs, arguments, constants):
     code up. For
     arguments like those of an earlier launch the code is known: that saves the host a good part of a short call.
     """
+    if not programs:
+        return
     if INTERPRETED:
         kernel[(programs,)](*arguments, **constants)
         return
