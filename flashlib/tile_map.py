@@ -136,7 +136,7 @@ def broken(seqlen_q, seqlen_k, block_m, block_n, **rules):
     return wrong
 
 
-def draw(ax, pairs, tiles, block_m, block_n):
+def draw(ax, pairs, tiles, block_m, block_n, at=0):
     """Draw a mask on matplotlib axes: pairs as cells, tiles as frames.
 
     Args:
@@ -144,6 +144,7 @@ def draw(ax, pairs, tiles, block_m, block_n):
         pairs: what `seen` returns.
         tiles: what `kinds` returns. Full tiles are blue, partial ones orange and hatched, empty ones white.
         block_m, block_n: sides of a tile.
+        at: the first query and the first key that are drawn, where several masks lie along a diagonal.
     """
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Rectangle
@@ -154,15 +155,15 @@ def draw(ax, pairs, tiles, block_m, block_n):
     image = np.array([to_rgb(colours[kind]) for kind in (EMPTY, PARTIAL, FULL)])[by_pair]
     # A pair that is visited and hidden: computed for nothing.
     image[(by_pair != EMPTY) & ~pairs] = to_rgb(style.PALE)
-    ax.imshow(image, extent=(0, seqlen_k, seqlen_q, 0), interpolation="none", aspect="equal")
+    ax.imshow(image, extent=(at, at + seqlen_k, at + seqlen_q, at), interpolation="none", aspect="equal")
     for m, row in enumerate(tiles):
         for n, kind in enumerate(row):
             size = min(block_n, seqlen_k - n * block_n), min(block_m, seqlen_q - m * block_m)
             look = {"fill": False, "edgecolor": style.GREY, "linewidth": 0.7}
             look["hatch"] = "////" if kind == PARTIAL else None
-            ax.add_patch(Rectangle((n * block_n, m * block_m), *size, **look))
+            ax.add_patch(Rectangle((at + n * block_n, at + m * block_m), *size, **look))
     ax.grid(visible=False)
-    ax.set(xlabel="key", ylabel="query", xlim=(-0.2, seqlen_k + 0.2), ylim=(seqlen_q + 0.2, -0.2))
+    ax.set(xlabel="key", ylabel="query", xlim=(-0.2, at + seqlen_k + 0.2), ylim=(at + seqlen_q + 0.2, -0.2))
 
 
 def _rules(seqlen_q, seqlen_k, causal, window, mask):
