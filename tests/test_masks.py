@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import DEVICE, check
+from kernel_jobs import job
 from test_forward import qkv
 
 from flashlib import masks, tile_map
+from flashlib.compiler import compile_many
 from flashlib.mods import Bounds, Mask
 
 LENGTHS = [(48, 48), (35, 50), (50, 35), (1, 40)]
@@ -112,3 +114,25 @@ def test_a_broken_promise_is_found():
     loose = Mask(masks.last_seen, Bounds(masks.prefix_keys, masks.last_queries), aux=masks.last(11, DEVICE).aux)
     assert tile_map.broken(48, 48, 8, 8, mask=loose).any()
     assert not tile_map.broken(48, 48, 8, 8, mask=loose, by_keys=True).any()
+
+
+HOOKS = {
+    "last": ("last_keys", "last_queries", 1),
+    "prefix": ("prefix_keys", "prefix_queries", 1),
+    "document": ("document_range", "document_range", 2),
+    "dilated": (None, None, 1),
+}
+
+
+def test_masks_compile_for_a_gpu():
+    """The interpreter takes numbers that a compiler does not, such as a bound that is the constant 0."""
+    jobs = []
+    for name, (keys, queries, n_aux) in HOOKS.items():
+        for kernel, bound in (("forward", ("KEYS", keys)), ("dkdv", ("QUERIES", queries))):
+            one = job(kernel, "bf16", 64, True, 90)
+            one["signature"]["aux"] = ["*i32"] * n_aux
+            one["constexprs"]["MASK"] = f"flashlib.masks:{name}_seen"
+            one["constexprs"][bound[0]] = f"flashlib.masks:{bound[1]}" if bound[1] else None
+            jobs.append(one)
+    for given, compiled in zip(jobs, compile_many(jobs), strict=True):
+        assert "wgmma" in compiled.ptx, given["constexprs"]["MASK"]

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from attention_cases import DEVICE, check
+from kernel_jobs import job
 from test_forward import qkv
 
 from flashlib import flash_attention, scores
+from flashlib.compiler import compile_many
 
 LENGTHS = [(70, 70), (40, 75), (75, 40)]
 
@@ -72,3 +74,21 @@ def test_softcap_saturates_without_nan():
     out = flash_attention(q, k, v, score=scores.softcap(2.0, DEVICE))
     for x in (out, *torch.autograd.grad(out.sum(), (q, k, v))):
         assert x.isfinite().all()
+
+
+HOOKS = {
+    "alibi_score": ("same", ["*fp32", "*i32"]),
+    "softcap_score": ("softcap_grad", ["*fp32"]),
+    "relative_score": ("same", ["*fp32", "*i32"]),
+}
+
+
+def test_scores_compile_for_a_gpu():
+    jobs = []
+    for name, (grad, aux) in HOOKS.items():
+        one = job("dkdv", "bf16", 64, True, 90)
+        one["signature"]["score_aux"] = aux
+        one["constexprs"] |= {"SCORE": f"flashlib.scores:{name}", "GRAD": f"flashlib.scores:{grad}"}
+        jobs.append(one)
+    for given, compiled in zip(jobs, compile_many(jobs), strict=True):
+        assert "wgmma" in compiled.ptx, given["constexprs"]["SCORE"]
