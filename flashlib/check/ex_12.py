@@ -58,7 +58,6 @@ def kv_head(h, nheads, nheads_kv):
             edit=("h // (nheads // nheads_kv)", "h % (nheads // nheads_kv)"),
         ),
         Wrong("h itself is taken: there are only nheads_kv heads of keys", edit=("h // (nheads // nheads_kv)", "h")),
-        Wrong("all query heads read K/V head 0: this is MQA", edit=("h // (nheads // nheads_kv)", "0 * h")),
     ),
 )
 
