@@ -40,7 +40,21 @@ FIELDS = [
     "commit",
     "date",
 ]
-_TEXT = {"kernel", "pass", "dtype", "impl", "gpu", "driver", "torch", "triton", "commit", "date", "unit", "source"}
+_TEXT = {
+    "feature",
+    "kernel",
+    "pass",
+    "dtype",
+    "impl",
+    "gpu",
+    "driver",
+    "torch",
+    "triton",
+    "commit",
+    "date",
+    "unit",
+    "source",
+}
 
 
 def read_results(subject, gpu="h200"):
