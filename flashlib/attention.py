@@ -70,6 +70,7 @@ for _name, _schema, _real, _fake in (
     _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flashlib::{_name}", _fake, lib=_LIBRARY)
 
+
 class _Attention(torch.autograd.Function):
     """out and lse with their gradient; `setup_context` apart from `forward`, as torch.func wants it."""
 

@@ -61,16 +61,18 @@ def load_delta(delta_ptr, row, offs_m, seqlen_q):
 
 @triton.jit
 def recompute_p(
-    s, lse, b, h, i, j, seqlen_q, seqlen_k, window, aux, change, score_aux, scale, qk_scale, tested,
+    s, lse, b, h, i, j, seqlen_q, seqlen_k, left, right, aux, softcap, alibi, bias, score_aux, scale, qk_scale, tested,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, ACCURATE: tl.constexpr,
 ):  # fmt: skip
     """Return p from s = qk and the lse of its rows; `tested` tells whether some pairs of the tile may not count."""
-    if SCORE is not None or change is not None:
-        log_p = changed(s, b, h, i, j, seqlen_q, seqlen_k, scale, change, score_aux, SCORE, ACCURATE) - lse
+    if SCORE is not None or softcap is not None or alibi is not None or bias is not None:
+        log_p = (
+            changed(s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, SCORE, ACCURATE) - lse
+        )
     else:
         log_p = s * qk_scale - lse
     if tested:
-        seen = visible(b, h, i, j, seqlen_q, seqlen_k, window, aux, CAUSAL, MASK)
+        seen = visible(b, h, i, j, seqlen_q, seqlen_k, left, right, aux, CAUSAL, MASK)
         log_p = tl.where(seen, log_p, float("-inf"))
     return tl.exp2(log_p)
 
@@ -79,7 +81,7 @@ def recompute_p(
 def _dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     stride_q, stride_k, stride_v, stride_dout, stride_dk, stride_dv, aux, score_aux,
-    window, change, packed, nheads, group, seqlen_q, seqlen_k, scale, qk_scale,
+    left, right, softcap, alibi, bias, packed, nheads, group, seqlen_q, seqlen_k, scale, qk_scale,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, QUERIES: tl.constexpr, SCORE: tl.constexpr, GRAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLS: tl.constexpr, COLS_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
@@ -115,7 +117,7 @@ def _dkdv_kernel(
         if packed is not None:
             row += start_q
         lo, lo_full, hi_full, hi = query_range(
-            b, h, first_n, first_n + BLOCK_N, seqlen_q, seqlen_k, window, aux, BLOCK_M, CAUSAL, MASK, QUERIES
+            b, h, first_n, first_n + BLOCK_N, seqlen_q, seqlen_k, left, right, aux, BLOCK_M, CAUSAL, MASK, QUERIES
         )
         for first_m in tl.range(lo, hi, BLOCK_M):
             offs_m = first_m + tl.arange(0, BLOCK_M)
@@ -130,14 +132,28 @@ def _dkdv_kernel(
             lse = load_lse(lse_ptr, row, offs_m, seqlen_q)[None, :]
             tested = first_m < lo_full or first_m >= hi_full
             p = recompute_p(
-                s, lse, b, h, i, j, seqlen_q, seqlen_k, window, aux, change, score_aux, scale, qk_scale, tested,
+                s, lse, b, h, i, j, seqlen_q, seqlen_k, left, right, aux, softcap, alibi, bias, score_aux, scale, qk_scale, tested,
                 CAUSAL, MASK, SCORE, q.dtype == tl.float32,
             )  # fmt: skip
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=ACC)
             # delta is loaded late: 16 registers fewer are in use while p is computed.
             ds = p * (dp - load_delta(delta_ptr, row, offs_m, seqlen_q)[None, :])
             ds = changed_gradient(
-                ds, s, b, h, i, j, seqlen_q, seqlen_k, scale, change, score_aux, GRAD, q.dtype == tl.float32
+                ds,
+                s,
+                b,
+                h,
+                i,
+                j,
+                seqlen_q,
+                seqlen_k,
+                scale,
+                softcap,
+                alibi,
+                bias,
+                score_aux,
+                GRAD,
+                q.dtype == tl.float32,
             )
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION, out_dtype=ACC)
 
@@ -149,7 +165,7 @@ def _dkdv_kernel(
 def _dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr,
     stride_q, stride_k, stride_v, stride_dout, stride_dq, aux, score_aux,
-    window, change, packed, nheads, group, seqlen_q, seqlen_k, scale, qk_scale,
+    left, right, softcap, alibi, bias, packed, nheads, group, seqlen_q, seqlen_k, scale, qk_scale,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, KEYS: tl.constexpr, SCORE: tl.constexpr, GRAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLS: tl.constexpr, COLS_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
@@ -184,7 +200,7 @@ def _dq_kernel(
     h_kv = h // group
     end_m = tl.minimum(first_m + BLOCK_M, seqlen_q)
     lo, lo_full, hi_full, hi = key_range(
-        b, h, first_m, end_m, seqlen_q, seqlen_k, window, aux, BLOCK_N, CAUSAL, MASK, KEYS
+        b, h, first_m, end_m, seqlen_q, seqlen_k, left, right, aux, BLOCK_N, CAUSAL, MASK, KEYS
     )
     for first_n in tl.range(lo, hi, BLOCK_N):
         offs_n = first_n + tl.arange(0, BLOCK_N)
@@ -197,11 +213,25 @@ def _dq_kernel(
         i, j = offs_m[:, None], offs_n[None, :]
         tested = first_n < lo_full or first_n >= hi_full
         p = recompute_p(
-            s, lse, b, h, i, j, seqlen_q, seqlen_k, window, aux, change, score_aux, scale, qk_scale, tested,
+            s, lse, b, h, i, j, seqlen_q, seqlen_k, left, right, aux, softcap, alibi, bias, score_aux, scale, qk_scale, tested,
             CAUSAL, MASK, SCORE, q.dtype == tl.float32,
         )  # fmt: skip
         ds = changed_gradient(
-            p * (dp - delta), s, b, h, i, j, seqlen_q, seqlen_k, scale, change, score_aux, GRAD, q.dtype == tl.float32
+            p * (dp - delta),
+            s,
+            b,
+            h,
+            i,
+            j,
+            seqlen_q,
+            seqlen_k,
+            scale,
+            softcap,
+            alibi,
+            bias,
+            score_aux,
+            GRAD,
+            q.dtype == tl.float32,
         )
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=ACC)
 
@@ -229,7 +259,7 @@ def gradients(q, k, v, out, lse, dout, dlse, wants_q, wants_kv, options):
     batch, nheads, rows_q, _ = q.shape
     call = call_of(q, k, options)
     hooks = {"CAUSAL": call.causal, "MASK": call.mask[0], "SCORE": call.score[0], "GRAD": call.score[1]}
-    common = call.aux, call.score_aux, call.window, call.change, call.packed, *call.sizes
+    common = call.aux, call.score_aux, *call.window, *call.changes, call.packed, *call.sizes
     strides = call.strides(q, k, v, dout)
     with tiles.on_device_of(q):
         stride_dlse = dlse.stride() if dlse is not None else (0, 0, 0)

@@ -19,7 +19,7 @@ from flashlib.tiles import load_tile, packed_spans
 def _bias_gradient_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dbias_ptr,
     stride_q, stride_k, stride_v, stride_dout, stride_dbias, shape, batch, aux, score_aux,
-    window, change, packed, nheads, group, rows_q, rows_k, scale, qk_scale,
+    left, right, softcap, alibi, bias, packed, nheads, group, rows_q, rows_k, scale, qk_scale,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, KEYS: tl.constexpr, SCORE: tl.constexpr, GRAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLS: tl.constexpr, COLS_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
@@ -58,7 +58,7 @@ def _bias_gradient_kernel(
                 delta = load_delta(delta_ptr, row, offs_m, seqlen_q)[:, None]
                 end_m = tl.minimum(first_m + BLOCK_M, seqlen_q)
                 lo, lo_full, hi_full, hi = key_range(
-                    b, h, first_m, end_m, seqlen_q, seqlen_k, window, aux, BLOCK_N, CAUSAL, MASK, KEYS
+                    b, h, first_m, end_m, seqlen_q, seqlen_k, left, right, aux, BLOCK_N, CAUSAL, MASK, KEYS
                 )
                 lo = tl.maximum(lo, own_n)
                 hi = hi if shape[3] == 1 else tl.minimum(hi, own_n + BLOCK_N)
@@ -74,11 +74,11 @@ def _bias_gradient_kernel(
                     s = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=ACC)
                     dp = tl.dot(dout, v.T, input_precision=PRECISION, out_dtype=ACC)
                     p = recompute_p(
-                        s, lse, b, h, i, j, seqlen_q, seqlen_k, window, aux, change, score_aux, scale, qk_scale, True,
+                        s, lse, b, h, i, j, seqlen_q, seqlen_k, left, right, aux, softcap, alibi, bias, score_aux, scale, qk_scale, True,
                         CAUSAL, MASK, SCORE, q.dtype == tl.float32,
                     )  # fmt: skip
                     dbias += hook_gradient(
-                        p * (dp - delta), s, b, h, i, j, seqlen_q, seqlen_k, scale, change, score_aux, GRAD,
+                        p * (dp - delta), s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, GRAD,
                         q.dtype == tl.float32,
                     )  # fmt: skip
 
@@ -114,7 +114,7 @@ def gradient(q, k, v, dout, lse, delta, dbias, call):
     programs = dbias.shape[0] * dbias.shape[1] * -(-dbias.shape[2] // block) * -(-dbias.shape[3] // block)
     arguments = (
         q, k, v, dout, lse, delta, into, *call.strides(q, k, v, dout), into.stride(),
-        tuple(dbias.shape), batch, call.aux, call.score_aux, call.window, call.change, call.packed, *call.sizes,
+        tuple(dbias.shape), batch, call.aux, call.score_aux, *call.window, *call.changes, call.packed, *call.sizes,
     )  # fmt: skip
     constants = {
         "CAUSAL": call.causal, "MASK": call.mask[0], "KEYS": call.mask[1], "SCORE": call.score[0],

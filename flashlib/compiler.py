@@ -70,8 +70,7 @@ def compile_for(kernel, signature, constexprs=None, capability=90, options=None,
     Args:
         kernel: "module:name" of a `@triton.jit` (or Gluon) function at the top level of a module.
         signature: dict, argument -> type: "*fp16" for a pointer, "i32", "fp32"; a tuple of types for a tuple. An int in
-            place of a type is an argument with that value, compiled in, as a launch does with a stride of 1; so is None
-            in a tuple.
+            place of a type is an argument with that value, compiled in, as a launch does with a stride of 1.
         constexprs: dict, argument -> value. "module:name" means a jit function, "tl.float16" a dtype of Triton.
         capability: 75 for compute capability 7.5; one of CAPABILITIES.
         options: dict: num_warps, num_stages, ….
@@ -161,7 +160,7 @@ def _checked(job):
     if not isinstance(job["capability"], int) or job["capability"] not in CAPABILITIES:
         raise ValueError(f"capability must be one of {CAPABILITIES}, got {job['capability']!r}")
     for name, kind in job["signature"].items():
-        for one in _flat(kind) if isinstance(kind, (tuple, list)) else (kind,):
+        for one in kind if isinstance(kind, (tuple, list)) else (kind,):
             if not isinstance(one, int) and not (isinstance(one, str) and _TYPE.fullmatch(one)):
                 raise ValueError(f"signature must give {name} a type such as '*fp16' or 'i32', got {one!r}")
             device.check_capability(job["capability"], one)
@@ -173,15 +172,6 @@ def _checked(job):
     if not isinstance(divisible, (list, tuple, set)) or not all(isinstance(name, str) for name in divisible):
         raise ValueError(f"divisible must be names of arguments, got {divisible!r}")
     return job | {"divisible": sorted(divisible)}
-
-
-def _flat(kinds):
-    """Return the types in a tuple of types and of tuples; None in it, an argument that is not given, is left out."""
-    for kind in kinds:
-        if isinstance(kind, (tuple, list)):
-            yield from _flat(kind)
-        elif kind is not None:
-            yield kind
 
 
 def _is_plain(value):
@@ -303,7 +293,7 @@ def _arguments(fn, job):
 def _argument_type(kind, path, aligned, constants, attrs):
     if isinstance(kind, list):
         return tuple(_argument_type(one, (*path, i), aligned, constants, attrs) for i, one in enumerate(kind))
-    if kind is None or isinstance(kind, int):
+    if isinstance(kind, int):
         constants[path] = kind
         return "constexpr"
     if kind.startswith("*") or aligned:

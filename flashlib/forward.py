@@ -11,7 +11,7 @@ import torch
 from flashlib import tiles
 from flashlib.device import tl, triton
 from flashlib.mods import changed, key_range, visible
-from flashlib.options import call_of
+from flashlib.options import NO_CHANGE, call_of
 from flashlib.tiles import load_tile, packed_spans, packed_tile, store_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -21,7 +21,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, stride_q, stride_k, stride_v, stride_out, aux, score_aux,
-    window, change, sinks_ptr, packed, nheads, group, seqlen_q, seqlen_k, scale, qk_scale,
+    left, right, softcap, alibi, bias, sinks_ptr, packed, nheads, group, seqlen_q, seqlen_k, scale, qk_scale,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, KEYS: tl.constexpr, SCORE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLS: tl.constexpr, COLS_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, FOLD: tl.constexpr,
@@ -61,19 +61,21 @@ def _forward_kernel(
     h_kv = h // group
     end_m = tl.minimum(first_m + BLOCK_M, seqlen_q)
     lo, lo_full, hi_full, hi = key_range(
-        b, h, first_m, end_m, seqlen_q, seqlen_k, window, aux, BLOCK_N, CAUSAL, MASK, KEYS
+        b, h, first_m, end_m, seqlen_q, seqlen_k, left, right, aux, BLOCK_N, CAUSAL, MASK, KEYS
     )
     for first_n in tl.range(lo, hi, BLOCK_N):
         k = load_tile(k_ptr, stride_k, b, h_kv, first_n, seqlen_k, BLOCK_N, COLS, HEAD_DIM, DESCRIPTOR, WIDE, start_k)
         s = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=ACC)  # [BLOCK_M, BLOCK_N]
         offs_n = first_n + tl.arange(0, BLOCK_N)
         i, j = offs_m[:, None], offs_n[None, :]
-        if SCORE is not None or change is not None:
-            s = changed(s, b, h, i, j, seqlen_q, seqlen_k, scale, change, score_aux, SCORE, q.dtype == tl.float32)
+        if SCORE is not None or softcap is not None or alibi is not None or bias is not None:
+            s = changed(
+                s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, SCORE, q.dtype == tl.float32
+            )
         elif not FOLD:
             s = s * qk_scale
         if first_n < lo_full or first_n >= hi_full:
-            seen = visible(b, h, i, j, seqlen_q, seqlen_k, window, aux, CAUSAL, MASK)
+            seen = visible(b, h, i, j, seqlen_q, seqlen_k, left, right, aux, CAUSAL, MASK)
             s = tl.where(seen, s, float("-inf"))
         m_tile = tl.max(s, 1)
         # A positive scale commutes with max: it costs one product a row, and exp2's argument is one FMA an element.
@@ -119,14 +121,16 @@ def forward(q, k, v, options):
     call = call_of(q, k, options)
     plan = tiles.plan("forward", q, v, call.triangular, (k, v), call.lanes)
     arguments = (
-        q, *plan.loaded(k, v), out, lse, *call.strides(q, k, v, out), call.aux, call.score_aux, call.window, call.change, tiles.pointer(options.sinks), call.packed, *call.sizes,
+        q, *plan.loaded(k, v), out, lse, *call.strides(q, k, v, out), call.aux, call.score_aux, *call.window, *call.changes, tiles.pointer(options.sinks), call.packed, *call.sizes,
     )  # fmt: skip
     constants = {
         "CAUSAL": call.causal, "MASK": call.mask[0], "KEYS": call.mask[1], "SCORE": call.score[0],
-        "FOLD": options.scale > 0 and call.change is None and not options.score,
+        "FOLD": options.scale > 0 and call.changes == NO_CHANGE and not options.score,
     }  # fmt: skip
     with tiles.on_device_of(q):
-        tiles.launch(_forward_kernel, call.programs(0, plan.tile.block_m, q.shape[0]), arguments, constants | plan.constants)
+        tiles.launch(
+            _forward_kernel, call.programs(0, plan.tile.block_m, q.shape[0]), arguments, constants | plan.constants
+        )
         if call.packed is not None:
             tiles.fill_tails(options.cu_q, (out, 0.0), (lse[..., None], float("-inf")))
     return out, lse

@@ -19,7 +19,6 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 _REGISTERED = {}
 
 
-
 class Bounds(NamedTuple):
     """Where a mask has empty, partial and full tiles, as two `@triton.jit` functions.
 
@@ -148,17 +147,15 @@ def _text(fn, seen):
 
 
 @triton.jit
-def visible(b, h, i, j, seqlen_q, seqlen_k, window, aux, CAUSAL: tl.constexpr, MASK: tl.constexpr):
+def visible(b, h, i, j, seqlen_q, seqlen_k, left, right, aux, CAUSAL: tl.constexpr, MASK: tl.constexpr):
     """Return which of the pairs (query i, key j) count: inside the lengths, causal, in the window, seen by the mask."""
     seen = j < seqlen_k
     if CAUSAL:
         seen = seen & (j <= i + seqlen_k - seqlen_q)
-    if window is not None:
-        left, right = window
-        if left is not None:
-            seen = seen & (j >= i + seqlen_k - seqlen_q - left)
-        if right is not None:
-            seen = seen & (j <= i + seqlen_k - seqlen_q + right)
+    if left is not None:
+        seen = seen & (j >= i + seqlen_k - seqlen_q - left)
+    if right is not None:
+        seen = seen & (j <= i + seqlen_k - seqlen_q + right)
     if MASK is not None:
         seen = seen & MASK(b, h, tl.minimum(i, seqlen_q - 1), tl.minimum(j, seqlen_k - 1), seqlen_q, seqlen_k, aux)
     return seen
@@ -166,7 +163,7 @@ def visible(b, h, i, j, seqlen_q, seqlen_k, window, aux, CAUSAL: tl.constexpr, M
 
 @triton.jit
 def key_range(
-    b, h, first, end, seqlen_q, seqlen_k, window, aux,
+    b, h, first, end, seqlen_q, seqlen_k, left, right, aux,
     BLOCK: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Return where the tiles that the queries first … end - 1 see begin, begin to be full, cease to be so, and end.
@@ -180,14 +177,12 @@ def key_range(
     if CAUSAL:
         hi_full = tl.minimum(hi_full, first + 1 + seqlen_k - seqlen_q)
         hi = tl.minimum(hi, end + seqlen_k - seqlen_q)
-    if window is not None:
-        left, right = window
-        if left is not None:
-            lo = tl.maximum(lo, first + seqlen_k - seqlen_q - left)
-            lo_full = tl.maximum(lo_full, end - 1 + seqlen_k - seqlen_q - left)
-        if right is not None:
-            hi_full = tl.minimum(hi_full, first + 1 + seqlen_k - seqlen_q + right)
-            hi = tl.minimum(hi, end + seqlen_k - seqlen_q + right)
+    if left is not None:
+        lo = tl.maximum(lo, first + seqlen_k - seqlen_q - left)
+        lo_full = tl.maximum(lo_full, end - 1 + seqlen_k - seqlen_q - left)
+    if right is not None:
+        hi_full = tl.minimum(hi_full, first + 1 + seqlen_k - seqlen_q + right)
+        hi = tl.minimum(hi, end + seqlen_k - seqlen_q + right)
     if MASK is not None:
         if KEYS is None:
             hi_full = 0
@@ -202,7 +197,7 @@ def key_range(
 
 @triton.jit
 def query_range(
-    b, h, first, end, seqlen_q, seqlen_k, window, aux,
+    b, h, first, end, seqlen_q, seqlen_k, left, right, aux,
     BLOCK: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Return the same about the tiles of queries that see the keys first … end - 1; some may lie past seqlen_k."""
@@ -214,15 +209,13 @@ def query_range(
     if CAUSAL:
         lo = tl.maximum(lo, first + seqlen_q - seqlen_k)
         lo_full = tl.maximum(lo_full, end - 1 + seqlen_q - seqlen_k)
-    if window is not None:
-        left, right = window
-        if right is not None:
-            lo = tl.maximum(lo, first + seqlen_q - seqlen_k - right)
-            lo_full = tl.maximum(lo_full, end - 1 + seqlen_q - seqlen_k - right)
-        if left is not None:
-            hi = tl.minimum(hi, tl.minimum(end, seqlen_k) + seqlen_q - seqlen_k + left)
-            if first + 1 + seqlen_q - seqlen_k + left < seqlen_q:
-                hi_full = first + 1 + seqlen_q - seqlen_k + left
+    if right is not None:
+        lo = tl.maximum(lo, first + seqlen_q - seqlen_k - right)
+        lo_full = tl.maximum(lo_full, end - 1 + seqlen_q - seqlen_k - right)
+    if left is not None:
+        hi = tl.minimum(hi, tl.minimum(end, seqlen_k) + seqlen_q - seqlen_k + left)
+        if first + 1 + seqlen_q - seqlen_k + left < seqlen_q:
+            hi_full = first + 1 + seqlen_q - seqlen_k + left
     if MASK is not None:
         if QUERIES is None:
             hi_full = 0
@@ -252,72 +245,66 @@ def whole_tiles(lo, lo_full, hi_full, hi, BLOCK: tl.constexpr):
 
 @triton.jit
 def changed(
-    s, b, h, i, j, seqlen_q, seqlen_k, scale, change, score_aux, SCORE: tl.constexpr, ACCURATE: tl.constexpr
+    s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, SCORE: tl.constexpr, ACCURATE: tl.constexpr
 ):  # fmt: skip
     """Return the scores in base 2 that s = qk becomes: scaled, softcap, ALiBi, bias, and the score hook last."""
     if SCORE is None:
         # Base 2 from the start: that saves a product an element.
-        s = _built_in(s, b, h, i, j, seqlen_q, seqlen_k, scale, change, LOG2_E, ACCURATE)
+        s = _built_in(s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, LOG2_E, ACCURATE)
     else:
-        s = _built_in(s, b, h, i, j, seqlen_q, seqlen_k, scale, change, 1.0, ACCURATE)
+        s = _built_in(s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, 1.0, ACCURATE)
         s = SCORE(s, b, h, tl.minimum(i, seqlen_q - 1), tl.minimum(j, seqlen_k - 1), score_aux) * LOG2_E
     return s
 
 
 @triton.jit
 def hook_gradient(
-    ds, s, b, h, i, j, seqlen_q, seqlen_k, scale, change, score_aux, GRAD: tl.constexpr, ACCURATE: tl.constexpr
+    ds, s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, GRAD: tl.constexpr, ACCURATE: tl.constexpr
 ):  # fmt: skip
     """Return the gradient of what the score hook was given, which is the bias's too, from that of its result."""
     if GRAD is not None:
-        s = _built_in(s, b, h, i, j, seqlen_q, seqlen_k, scale, change, 1.0, ACCURATE)
+        s = _built_in(s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, 1.0, ACCURATE)
         ds = GRAD(ds, s, b, h, tl.minimum(i, seqlen_q - 1), tl.minimum(j, seqlen_k - 1), score_aux)
     return ds
 
 
 @triton.jit
 def changed_gradient(
-    ds, s, b, h, i, j, seqlen_q, seqlen_k, scale, change, score_aux, GRAD: tl.constexpr, ACCURATE: tl.constexpr
+    ds, s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, GRAD: tl.constexpr, ACCURATE: tl.constexpr
 ):  # fmt: skip
     """Return the gradient of scale·qk from that of the scores that came out of it; s is qk."""
-    ds = hook_gradient(ds, s, b, h, i, j, seqlen_q, seqlen_k, scale, change, score_aux, GRAD, ACCURATE)
-    if change is not None:
-        if change[0] is not None:
-            t = tanh(s * (scale / change[0]), ACCURATE)
-            ds = ds * (1.0 - t * t)
+    ds = hook_gradient(ds, s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, GRAD, ACCURATE)
+    if softcap is not None:
+        t = tanh(s * (scale / softcap), ACCURATE)
+        ds = ds * (1.0 - t * t)
     return ds
 
 
 @triton.jit
 def _built_in(
-    s, b, h, i, j, seqlen_q, seqlen_k, scale, change, UNIT: tl.constexpr, ACCURATE: tl.constexpr
+    s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, UNIT: tl.constexpr, ACCURATE: tl.constexpr
 ):  # fmt: skip
-    """Return UNIT times the scores after softcap, ALiBi and bias; `change` holds those that are asked for."""
-    if change is None:
+    """Return UNIT times the scores after softcap, ALiBi and bias."""
+    if softcap is None:
         s = s * (scale * UNIT)
     else:
-        softcap, slopes_ptr, stride_slopes, bias_ptr, stride_bias = change
-        if softcap is None:
-            s = s * (scale * UNIT)
-        else:
-            s = tanh(s * (scale / softcap), ACCURATE) * (softcap * UNIT)
-        if slopes_ptr is not None:
-            slope = tl.load(slopes_ptr + b * stride_slopes[0] + h * stride_slopes[1]) * UNIT
-            # float32 holds a position exactly up to 2**24, and converting rows and columns costs less than the tile.
-            at = (i + seqlen_k - seqlen_q).to(tl.float32)
-            s -= slope * tl.abs(at - j.to(tl.float32))
-        if bias_ptr is not None:
-            s += load_bias(bias_ptr, stride_bias, b, h, i, j, seqlen_q, seqlen_k).to(s.dtype) * UNIT
+        s = tanh(s * (scale / softcap), ACCURATE) * (softcap * UNIT)
+    if alibi is not None:
+        slope = tl.load(alibi[0] + b * alibi[1] + h * alibi[2]) * UNIT
+        # float32 holds a position exactly up to 2**24, and converting rows and columns costs less than the tile.
+        s -= slope * tl.abs((i + seqlen_k - seqlen_q).to(tl.float32) - j.to(tl.float32))
+    if bias is not None:
+        s += load_bias(bias, b, h, i, j, seqlen_q, seqlen_k).to(s.dtype) * UNIT
     return s
 
 
 @triton.jit
-def load_bias(bias_ptr, stride_bias, b, h, i, j, seqlen_q, seqlen_k):
+def load_bias(bias, b, h, i, j, seqlen_q, seqlen_k):
     """Load a tile of the bias. A number that float32 can hardly hold hides a key as -inf does: nothing overflows."""
-    ptrs = bias_ptr + b.to(tl.int64) * stride_bias[0] + h.to(tl.int64) * stride_bias[1]
-    ptrs = ptrs + i.to(tl.int64) * stride_bias[2] + j.to(tl.int64) * stride_bias[3]
-    bias = tl.load(ptrs, mask=(i < seqlen_q) & (j < seqlen_k), other=0.0)
-    return tl.where(bias < -1e38, float("-inf"), bias)
+    ptrs = bias[0] + b.to(tl.int64) * bias[1] + h.to(tl.int64) * bias[2]
+    ptrs = ptrs + i.to(tl.int64) * bias[3] + j.to(tl.int64) * bias[4]
+    tile = tl.load(ptrs, mask=(i < seqlen_q) & (j < seqlen_k), other=0.0)
+    return tl.where(tile < -1e38, float("-inf"), tile)
 
 
 @triton.jit

@@ -19,6 +19,8 @@ from flashlib.mods import LOG2_E, Mask, Score, registered
 # Who computes: None is the best one here. A further backend gets its name here and its call in `attention._forward`
 # and `attention._backward`.
 BACKENDS = (None, "portable")
+# `Call.changes` of scores that stay as they are.
+NO_CHANGE = (None, None, None)
 # Shapes, dtypes and devices of calls that were found right.
 _SEEN = set()
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -59,18 +61,18 @@ class Options(NamedTuple):
 class Call(NamedTuple):
     """The arguments and constants that all kernels of one call share.
 
-    causal, window: which keys a query's place lets it see. mask: (fn, keys, queries); score: (fn, grad). change:
-    softcap, slopes and bias. packed: (cu_q, cu_k, batch). sizes: the kernels' last arguments, from nheads to qk_scale.
+    causal, window: which keys a query's place lets it see, window as (left, right). mask: (fn, keys, queries); score:
+    (fn, grad). changes: softcap, and slopes and bias each with its strides. packed: (cu_q, cu_k, batch). sizes: the kernels' last arguments, from nheads to qk_scale.
     lanes: lanes that hold the batch of a packed call.
     """
 
     causal: bool
-    window: tuple | None
+    window: tuple
     mask: tuple
     score: tuple
     aux: tuple
     score_aux: tuple
-    change: tuple | None
+    changes: tuple
     packed: tuple | None
     sizes: tuple
     lanes: int | None
@@ -78,7 +80,7 @@ class Call(NamedTuple):
     @property
     def triangular(self):
         """Whether tiles of queries see different numbers of keys."""
-        return self.causal or self.window is not None
+        return self.causal or self.window != (None, None)
 
     def strides(self, *tensors):
         """Return the strides of tensors, one tuple each; all packed sequences lie in one batch."""
@@ -99,9 +101,8 @@ def call_of(q, k, options):
     """Return the Call for tensors (batch, nheads, seqlen, head_dim), or packed ones (1, nheads, total, head_dim)."""
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     causal, window = positions(options.left, options.right, seqlen_q, seqlen_k)
-    change = packed = lanes = None
-    if options.softcap is not None or options.slopes is not None or options.bias is not None:
-        change = options.softcap, *_with_strides(options.slopes, 2), *_with_strides(options.bias, 4)
+    packed = lanes = None
+    changes = options.softcap, _with_strides(options.slopes, 2), _with_strides(options.bias, 4)
     if options.cu_q is not None:
         packed = options.cu_q, options.cu_k, options.cu_q.shape[0] - 1
         lanes = triton.next_power_of_2(max(1, packed[2]))
@@ -109,7 +110,7 @@ def call_of(q, k, options):
     sizes = q.shape[1], q.shape[1] // k.shape[1], seqlen_q, seqlen_k, options.scale, options.scale * LOG2_E.value
     return Call(
         causal, window, registered(options.mask, 3), registered(options.score, 2),
-        tiles.pointers(mask_aux), tiles.pointers(score_aux), change, packed, sizes, lanes,
+        tiles.pointers(mask_aux), tiles.pointers(score_aux), changes, packed, sizes, lanes,
     )  # fmt: skip
 
 
@@ -120,16 +121,16 @@ def positions(left, right, seqlen_q, seqlen_k):
     if right is not None and right >= max(1, seqlen_q - 1):
         right = None
     if right == 0:
-        return True, None if left is None else (left, None)
-    return False, None if left is None and right is None else (left, right)
+        return True, (left, None)
+    return False, (left, right)
 
 
 def _with_strides(x, axes):
-    """Return a tensor for a kernel and its strides, 0 on axes that it lacks and where one number serves all."""
+    """Return a tensor for a kernel, followed by its strides, 0 on axes that it lacks and where one number serves all."""
     if x is None:
-        return None, None
+        return None
     strides = tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return tiles.pointer(x), (0,) * (axes - x.ndim) + strides
+    return tiles.pointer(x), *((0,) * (axes - x.ndim)), *strides
 
 
 # --- input checks ------------------------------------------------------------------------------------------------------

@@ -100,6 +100,8 @@ def _check_lengths(name, cu, x, longest):
     if places[0] != 0 or min(lengths, default=0) < 0:
         raise ValueError(f"cu_seqlens_{name} must begin with 0 and not decrease, got {places}")
     if places[-1] > x.shape[0]:
-        raise ValueError(f"cu_seqlens_{name} must end at {x.shape[0]}, the total of {name}, or before, got {places[-1]}")
+        raise ValueError(
+            f"cu_seqlens_{name} must end at {x.shape[0]}, the total of {name}, or before, got {places[-1]}"
+        )
     if max(lengths, default=0) > longest:
         raise ValueError(f"max_seqlen_{name} must be at least the longest sequence, {max(lengths)}, got {longest}")

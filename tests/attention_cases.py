@@ -72,22 +72,6 @@ def plain_attention(q, k, v, seen, scale, *, softcap=None, alibi_slopes=None, bi
     return p @ v, torch.logsumexp(s, -1)
 
 
-def exact_attention(q, k, v, *, causal, window, scale, softcap, alibi_slopes, mask, bias, sinks, return_lse):
-    """Stand in for the oracle until it knows these options."""
-    if softcap is None and alibi_slopes is None and sinks is None and k.shape[1] == q.shape[1] and (bias is None):
-        return reference.attention(q, k, v, causal=causal, window=window, scale=scale, mask=mask, return_lse=return_lse)
-    seen = seen_by(q.shape[2], k.shape[2], causal, mask, q.device, window)
-    if bias is not None:
-        seen = seen & (bias != -math.inf)
-        bias = torch.where(bias == -math.inf, 0.0, bias)
-    seen = seen.expand(*q.shape[:3], k.shape[2])
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    out, lse = plain_attention(
-        q, k, v, seen, scale, softcap=softcap, alibi_slopes=alibi_slopes, bias=bias, sinks=sinks
-    )
-    return out, lse if sinks is not None else torch.where(seen.any(-1), lse, -math.inf)
-
-
 def alibi(slopes, seqlen_q, seqlen_k):
     """Return what ALiBi adds, (nheads or batch and nheads, seqlen_q, seqlen_k)."""
     i = torch.arange(seqlen_q, device=slopes.device)[:, None] + seqlen_k - seqlen_q
@@ -147,7 +131,7 @@ def check(
     def oracle(q, k, v, bias, sinks):
         if added is not None:
             bias = added.double()
-        return exact_attention(
+        return reference.attention(
             q, k, v, causal=causal, window=window, mask=dense, bias=bias, sinks=sinks, return_lse=True, **numbers
         )
 

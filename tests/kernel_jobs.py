@@ -16,11 +16,11 @@ NAMES = {
 
 # Arguments that turn features of the kernels on; types as in a launch.
 FEATURES = {
-    "window": {"window": ["i32", None]},
-    "both sides": {"window": ["i32", "i32"]},
-    "softcap": {"change": ["fp32", None, None, None, None]},
-    "alibi": {"change": [None, "*fp32", [0, 1], None, None]},
-    "bias": {"change": [None, None, None, "*fp32", ["i32", "i32", "i32", 1]]},
+    "window": {"left": "i32"},
+    "both sides": {"left": "i32", "right": "i32"},
+    "softcap": {"softcap": "fp32"},
+    "alibi": {"alibi": ["*fp32", 0, 1]},
+    "bias": {"bias": ["*fp32", "i32", "i32", "i32", 1]},
     "sinks": {"sinks_ptr": "*fp32"},
     "gqa": {"group": "i32"},
     "packed": {"packed": ["*i32", "*i32", "i32"]},
@@ -57,16 +57,14 @@ def job(kernel, dtype, head_dim, causal, capability, tile=None, descriptors=None
         "DESCRIPTOR": descriptors,
         "WIDE": False,
         "LANES": 64 if feature == "packed" else None,
-        "window": None,
-        "change": None,
-        "packed": None,
+        **dict.fromkeys(("left", "right", "softcap", "alibi", "bias", "packed")),
     }
     constants |= {"FOLD": True, "sinks_ptr": None} if kernel == "forward" else {"GRAD": None}
     constants |= {"QUERIES": None} if kernel == "dkdv" else {"KEYS": None}
     given = FEATURES.get(feature, {})
     signature |= given
     constants = {name: value for name, value in constants.items() if name not in given}
-    if "change" in given and kernel == "forward":
+    if given.keys() & {"softcap", "alibi", "bias"} and kernel == "forward":
         constants["FOLD"] = False
     return {
         "kernel": f"flashlib.{'forward:_forward' if kernel == 'forward' else f'backward:_{kernel}'}_kernel",
