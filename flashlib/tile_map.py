@@ -19,7 +19,7 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 @triton.jit
 def _ranges_kernel(
-    ranges_ptr, first_b, first_h, seqlen_q, seqlen_k, window, aux,
+    ranges_ptr, first_b, first_h, seqlen_q, seqlen_k, left, right, aux,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, BOUND: tl.constexpr, BY_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -29,13 +29,13 @@ def _ranges_kernel(
     if BY_KEYS:
         first = pid * BLOCK_N
         lo, lo_full, hi_full, hi = query_range(
-            b, h, first, first + BLOCK_N, seqlen_q, seqlen_k, window, aux, BLOCK_M, CAUSAL, MASK, BOUND
+            b, h, first, first + BLOCK_N, seqlen_q, seqlen_k, left, right, aux, BLOCK_M, CAUSAL, MASK, BOUND
         )
     else:
         first = pid * BLOCK_M
         end = tl.minimum(first + BLOCK_M, seqlen_q)
         lo, lo_full, hi_full, hi = key_range(
-            b, h, first, end, seqlen_q, seqlen_k, window, aux, BLOCK_N, CAUSAL, MASK, BOUND
+            b, h, first, end, seqlen_q, seqlen_k, left, right, aux, BLOCK_N, CAUSAL, MASK, BOUND
         )
     tl.store(ranges_ptr + 4 * pid, lo)
     tl.store(ranges_ptr + 4 * pid + 1, lo_full)
@@ -45,14 +45,14 @@ def _ranges_kernel(
 
 @triton.jit
 def _seen_kernel(
-    seen_ptr, first_b, first_h, seqlen_q, seqlen_k, window, aux,
+    seen_ptr, first_b, first_h, seqlen_q, seqlen_k, left, right, aux,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b = first_b + tl.program_id(2)
     h = first_h + tl.program_id(2)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    seen = visible(b, h, i, j, seqlen_q, seqlen_k, window, aux, CAUSAL, MASK)
+    seen = visible(b, h, i, j, seqlen_q, seqlen_k, left, right, aux, CAUSAL, MASK)
     seen = tl.broadcast_to(seen, [BLOCK, BLOCK])
     tl.store(seen_ptr + i * seqlen_k + j, seen.to(tl.int8), mask=(i < seqlen_q) & (j < seqlen_k))
 
@@ -74,7 +74,7 @@ def ranges(seqlen_q, seqlen_k, block_m, block_n, *, causal=False, window=None, m
     tiles = -(-seqlen_k // block_n) if by_keys else -(-seqlen_q // block_m)
     found = torch.zeros(tiles, 4, dtype=torch.int32, device=device.kernel_device())
     _ranges_kernel[(tiles, 1, 1)](
-        found, b, h, seqlen_q, seqlen_k, window, aux,
+        found, b, h, seqlen_q, seqlen_k, *window, aux,
         CAUSAL=causal, MASK=fn, BOUND=queries if by_keys else keys, BY_KEYS=by_keys, BLOCK_M=block_m, BLOCK_N=block_n,
     )  # fmt: skip
     return found.cpu().numpy().astype(np.int64)
@@ -113,7 +113,7 @@ def seen(seqlen_q, seqlen_k, *, causal=False, window=None, mask=None, b=0, h=0):
     causal, window, aux, (fn, _, _) = _rules(seqlen_q, seqlen_k, causal, window, mask)
     found = torch.zeros(seqlen_q, seqlen_k, dtype=torch.int8, device=device.kernel_device())
     grid = -(-seqlen_q // 64), -(-seqlen_k // 64), 1
-    _seen_kernel[grid](found, b, h, seqlen_q, seqlen_k, window, aux, CAUSAL=causal, MASK=fn, BLOCK=64)
+    _seen_kernel[grid](found, b, h, seqlen_q, seqlen_k, *window, aux, CAUSAL=causal, MASK=fn, BLOCK=64)
     return found.cpu().numpy().astype(bool)
 
 

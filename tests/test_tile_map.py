@@ -7,6 +7,7 @@ from attention_cases import DEVICE
 from test_forward import qkv
 
 from flashlib import device, flash_attention, masks, tile_map, tiles
+from flashlib.compiler import compile_many
 from flashlib.meter import Meter
 
 RULES = {
@@ -90,3 +91,25 @@ def test_drawing_shows_each_kind():
     # Full, partial and seen, partial and hidden, empty.
     assert len(np.unique(np.asarray(image).reshape(-1, 3), axis=0)) == 4
     plt.close(fig)
+
+
+def test_the_map_compiles_for_a_gpu():
+    """On a GPU the map is made there: its kernels must be more than Python."""
+    numbers = dict.fromkeys(("first_b", "first_h", "seqlen_q", "seqlen_k", "left"), "i32")
+    jobs = []
+    for name, extra in (
+        ("ranges", {"BOUND": "prefix_keys", "BY_KEYS": False, "BLOCK_M": 64, "BLOCK_N": 64}),
+        ("ranges", {"BOUND": "prefix_queries", "BY_KEYS": True, "BLOCK_M": 64, "BLOCK_N": 64}),
+        ("seen", {"BLOCK": 64}),
+    ):
+        extra |= {"BOUND": f"flashlib.masks:{extra['BOUND']}"} if "BOUND" in extra else {}
+        out = {"ranges": {"ranges_ptr": "*i32"}, "seen": {"seen_ptr": "*i8"}}[name]
+        jobs.append(
+            {
+                "kernel": f"flashlib.tile_map:_{name}_kernel",
+                "signature": out | numbers | {"aux": ["*i32"]},
+                "constexprs": {"right": None, "CAUSAL": True, "MASK": "flashlib.masks:prefix_seen", **extra},
+                "capability": 90,
+            }
+        )
+    assert all(compiled.ptx for compiled in compile_many(jobs))
