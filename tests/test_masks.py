@@ -9,6 +9,7 @@ from test_forward import qkv
 
 from flashlib import masks, tile_map
 from flashlib.compiler import compile_many
+from flashlib.device import triton
 from flashlib.mods import Bounds, Mask
 
 LENGTHS = [(48, 48), (35, 50), (50, 35), (1, 40)]
@@ -66,12 +67,12 @@ def test_prefix_of_each_batch():
         assert np.array_equal(tile_map.seen(30, 40, mask=mask, b=b), dense_prefix(30, 40, size))
 
 
-@pytest.mark.parametrize("tile", [(8, 8), (16, 4), (4, 16)])
+@pytest.mark.parametrize("tile", [(1, 1), (3, 5), (8, 8)])
 @pytest.mark.parametrize("by_keys", [False, True])
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", ["last", "prefix"])
 def test_bounds_keep_their_promise_and_are_tight(name, lengths, by_keys, tile):
-    """No tile is skipped or called full wrongly; and none is visited or tested that need not be."""
+    """No tile is skipped or called full wrongly, and none is visited or tested in vain; tiles of one pair too."""
     make, dense = ANY_LENGTH[name]
     kinds = tile_map.kinds(*lengths, *tile, mask=make(), by_keys=by_keys)
     pairs = dense(*lengths)
@@ -108,6 +109,24 @@ def test_against_the_oracle(name, lengths):
 def test_documents_against_the_oracle(causal):
     dense = torch.from_numpy(np.stack([dense_documents(x) for x in DOCUMENTS]))[:, None].to(DEVICE)
     check(*qkv(2, 2, 48, 48, 16), mask=masks.documents(DOCUMENTS, DEVICE), dense=dense, causal=causal)
+
+
+@triton.jit
+def nothing(b, h, first, end, seqlen_q, seqlen_k, aux):
+    return 0, 0, 0, 0
+
+
+@triton.jit
+def everything(b, h, first, end, seqlen_q, seqlen_k, aux):
+    return 0, 0, seqlen_k, seqlen_k
+
+
+def test_broken_tiles_are_those_that_hold_a_pair_or_lack_one():
+    pairs = dense_last(48, 48)
+    tiles = pairs.reshape(6, 8, 6, 8).swapaxes(1, 2).reshape(6, 6, 64)
+    for bound, expected in ((nothing, tiles.any(2)), (everything, ~tiles.all(2))):
+        mask = Mask(masks.last_seen, Bounds(bound, masks.last_queries), aux=masks.last(11, DEVICE).aux)
+        assert np.array_equal(tile_map.broken(48, 48, 8, 8, mask=mask), expected)
 
 
 def test_a_broken_promise_is_found():

@@ -69,6 +69,14 @@ def test_rope_knows_distances_only():
     assert torch.allclose(rotate(q, at[:1]).norm(), q.norm())
 
 
+def test_what_a_block_adds_is_added():
+    net, x = model(), tokens(1, 9)
+    for block in net.blocks:
+        torch.nn.init.zeros_(block.gate.weight)
+    nothing = net(x, lambda q, k, v: torch.zeros_like(q))
+    assert near(nothing, net.to_logits(net.norm(net.embedding(x))))
+
+
 def test_keys_have_fewer_heads():
     net = model(nheads=4, nheads_kv=1)
     assert net.blocks[0].attention.to_k.weight.shape == (16, 64)
