@@ -35,10 +35,10 @@ test: lint ## lint, unit tests, notebooks compared with their stored outputs, te
 	$(RUN) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist loadfile $(NBVAL) tests notebooks
 
 gpu-test: venv ## on a machine with a GPU: every test of the kernels, compiled, in full
-	$(RUN) -m pytest -n $(JOBS) --maxprocesses 8 -q -m "not compile" $(KERNEL_TESTS)
+	$(RUN) -m pytest -n $(JOBS) --maxprocesses 16 -q -m "not compile" $(KERNEL_TESTS)
 
 compile-test: venv ## compile the whole table of tiles for every card, GPU or not (long)
-	$(RUN) -m pytest -n $(JOBS) --maxprocesses 8 -q -m compile tests
+	$(RUN) -m pytest -n $(JOBS) --maxprocesses 8 -q -rP -m compile tests
 
 bench: venv ## on a machine with a GPU: time flashlib beside the kernels found there, write the CSV, print a table
 	$(RUN) -m flashlib.bench attention

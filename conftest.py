@@ -1,5 +1,9 @@
-"""How notebooks are compared with their stored outputs (nbval), and the proof that every one of their cells ran."""
+"""How notebooks are compared with their stored outputs (nbval), the proof that every one of their cells ran, and the
+record of the kernels' worst errors (--errors).
+"""
 
+import csv
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,27 @@ def pytest_addoption(parser):
         action="store_true",
         help="with --nbval: fail unless every code cell of the given notebooks ran and none was expected to fail",
     )
+    parser.addoption(
+        "--errors",
+        metavar="CSV",
+        help="write, per dtype and tensor, the worst error of the kernels over the error that is allowed",
+    )
+    parser.addoption("--errors-commit", metavar="HASH", help="the commit to record there; by default what git says")
+
+
+def pytest_configure(config):
+    if config.option.errors and not hasattr(config, "workerinput"):
+        # attention_cases.check appends its cases here, in this process and in the workers that inherit the variable.
+        os.environ["FLASHLIB_ERRORS"] = str(Path(config.option.errors).absolute()) + ".cases"
+
+
+def worst_errors(lines):
+    """Return rows (dtype, tensor, worst ratio, cases) from lines of "torch.float16,out,0.25"."""
+    found = {}
+    for line in lines:
+        dtype, name, ratio = line.strip().split(",")
+        found.setdefault((dtype.removeprefix("torch."), name), []).append(float(ratio))
+    return [(*key, f"{max(ratios):.3f}", len(ratios)) for key, ratios in found.items()]
 
 
 def pytest_collectstart(collector):
@@ -60,6 +85,17 @@ def complaint(expected, stats):
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
     config = session.config
+    if config.option.errors and not hasattr(config, "workerinput"):
+        from flashlib.bench import machine
+
+        where = machine() | ({"commit": config.option.errors_commit} if config.option.errors_commit else {})
+        cases = Path(os.environ["FLASHLIB_ERRORS"])
+        with open(config.option.errors, "w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["dtype", "tensor", "worst_ratio", "cases", *where])
+            rows = worst_errors(cases.read_text().splitlines() if cases.exists() else [])
+            writer.writerows([*row, *where.values()] for row in rows)
+        cases.unlink(missing_ok=True)
     if not config.option.every_cell or hasattr(config, "workerinput"):
         return
     paths = [Path(config.invocation_params.dir, argument) for argument in config.args]

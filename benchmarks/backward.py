@@ -33,8 +33,8 @@ from cost import machine, measure
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashlib import reference, tiles
-from flashlib.backward_atomic import backward_atomic
 from flashlib.attention import flash_attention
+from flashlib.backward_atomic import backward_atomic
 
 TOKENS = 16384
 WIDTH = 2048

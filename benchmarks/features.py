@@ -18,9 +18,9 @@ Needs a GPU, PyTorch and Triton; `flashlib` must be importable. The recorded fil
     packed     64 sequences of log-uniform length from 64 to 8192, not causal; `flashlib_dense` is a dense batch of
                nearly the same FLOPs in sequences of 8192
 
-The long format of the course, plus `feature`. FLOPs count what is visible: 4·head_dim for each pair of a query and a key
-that counts, 2.5 times that backward. seqlen of the packed batch is the total. Every implementation is held against the
-float64 oracle on the last heads before anything is timed: 2% of the norm.
+The long format of the course, plus `feature`. FLOPs count what is visible: 4·head_dim for each pair of a query and a
+key that counts, 2.5 times that backward. seqlen of the packed batch is the total. Every implementation is held
+against the float64 oracle on the last heads before anything is timed: 2% of the norm.
 """
 
 import argparse

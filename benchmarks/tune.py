@@ -18,6 +18,7 @@ import time
 import torch
 
 from flashlib import backward, bench, forward, tiles
+from flashlib.options import Options
 from flashlib.tiles import Tile
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -58,16 +59,16 @@ def inputs(head_dim, dtype, seqlen, tokens=TOKENS):
 def runner(kernel, tile, descriptors, tensors, causal):
     """Return a function that runs one kernel with one tile (for dkdv and dq the delta kernel too)."""
     q, k, v, dout = tensors
-    options = (causal, q.shape[3] ** -0.5, "", "", 0, [])
+    options = Options(right=0 if causal else None, scale=q.shape[3] ** -0.5)
     # A true lse needs a forward pass; a large one keeps every p small, which no kernel's time depends on.
     lse = torch.full(q.shape[:3], 10.0, device=q.device)
 
     def run():
         tiles.tile_for, tiles.DESCRIPTOR_FROM = lambda *_: tile, 0 if descriptors else 2**40
         if kernel == "forward":
-            forward._forward(q, k, v, *options)
+            forward.forward(q, k, v, options)
         else:
-            backward.gradients(q, k, v, dout, lse, dout, None, kernel == "dq", kernel == "dkdv", *options)
+            backward.gradients(q, k, v, dout, lse, dout, None, kernel == "dq", kernel == "dkdv", options)
 
     return run
 
@@ -93,15 +94,18 @@ def main():
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--pointers", action="store_true", help="also try without descriptors")
+    parser.add_argument("--tiles", nargs="+", help="only these: block_m,block_n,num_warps,num_stages[,max_registers]")
+    parser.add_argument("--commit", default=None, help="the commit to record; by default what git says")
     parser.add_argument("--out", default="tune.csv")
     args = parser.parse_args()
 
     limit = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    chosen = [Tile(*map(int, text.split(","))) for text in args.tiles or ()]
     cases = list(itertools.product(args.kernels, args.head_dims, args.dtypes, map(bool, args.causal)))
     jobs = [
         (*case, tile, descriptors)
         for case in cases
-        for tile in candidates(case[0], tiles.padded(case[1]), DTYPES[case[2]].itemsize, limit)
+        for tile in chosen or candidates(case[0], tiles.padded(case[1]), DTYPES[case[2]].itemsize, limit)
         for descriptors in ((True, False) if args.pointers else (True,))
     ]
     began = time.time()
@@ -109,7 +113,7 @@ def main():
         failed = pool.map(compile_one, jobs, chunksize=1)
     print(f"{len(jobs)} candidates compiled in {time.time() - began:.0f} s", file=sys.stderr, flush=True)
 
-    where = bench.machine()
+    where = bench.machine() | ({"commit": args.commit} if args.commit else {})
     with open(args.out, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["kernel", "head_dim", "dtype", "causal", *Tile._fields, "descriptor", "ms", *where])

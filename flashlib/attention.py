@@ -13,7 +13,6 @@ from torch.autograd.forward_ad import unpack_dual
 from flashlib import backward, bias, forward, tiles
 from flashlib.options import SCHEMA, Options, call_of, check_tensors, options_of
 
-
 # --- the op --------------------------------------------------------------------------------------------------------
 
 
@@ -107,7 +106,7 @@ def _gradients(*arguments):
 
 
 class _AttentionGrad(torch.autograd.Function):
-    """The gradients that _Attention asks for; asked for their own gradient, it refuses instead of leaving a term out."""
+    """The gradients of _Attention; asked for their own gradient, it refuses instead of leaving a term out."""
 
     @staticmethod
     def forward(*arguments):
@@ -173,8 +172,8 @@ def flash_attention(
     q, k, v = autocast(q, k, v)
     check_tensors(q, k, v)
     options = options_of(
-        q, (*q.shape[:3], k.shape[2]), causal, window, scale, softcap, alibi_slopes, bias, sinks, dropout_p, dropout_seed, mask, score,
-        deterministic, backend,
+        q, (*q.shape[:3], k.shape[2]), causal, window, scale, softcap, alibi_slopes, bias, sinks,
+        dropout_p, dropout_seed, mask, score, deterministic, backend,
     )  # fmt: skip
     out, lse = attend(q, k, v, options)
     return (out, lse) if return_lse else out

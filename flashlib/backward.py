@@ -13,7 +13,7 @@ from flashlib import tiles
 from flashlib.device import tl, triton
 from flashlib.mods import changed, changed_gradient, key_range, query_range, visible
 from flashlib.options import call_of
-from flashlib.tiles import load_tile, packed_spans, packed_tile, store_tile
+from flashlib.tiles import load_tile, packed_tile, spans, store_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 DELTA_ROWS = 64
@@ -66,9 +66,7 @@ def recompute_p(
 ):  # fmt: skip
     """Return p from s = qk and the lse of its rows; `tested` tells whether some pairs of the tile may not count."""
     if SCORE is not None or softcap is not None or alibi is not None or bias is not None:
-        log_p = (
-            changed(s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, SCORE, ACCURATE) - lse
-        )
+        log_p = changed(s, lse, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, SCORE, ACCURATE)
     else:
         log_p = s * qk_scale - lse
     if tested:
@@ -83,42 +81,36 @@ def _dkdv_kernel(
     stride_q, stride_k, stride_v, stride_dout, stride_dk, stride_dv, aux, score_aux,
     left, right, softcap, alibi, bias, packed, nheads, group, seqlen_q, seqlen_k, scale, qk_scale,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, QUERIES: tl.constexpr, SCORE: tl.constexpr, GRAD: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLS: tl.constexpr, COLS_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIPTOR: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLS: tl.constexpr, COLS_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTOR: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(seqlen_k, BLOCK_N)
     pid_bh = tl.program_id(0) // tiles_n
     pid_n = tl.program_id(0) % tiles_n
-    nheads_kv = nheads // group
-    b = pid_bh // nheads_kv
-    h_kv = pid_bh % nheads_kv
-    rows_q = seqlen_q
-    start_q = None
-    start_k = None
+    b = pid_bh // (nheads // group)
     if packed is not None:
-        b, h_kv, pid_n = packed_tile(packed, 1, seqlen_k, BLOCK_N, LANES)
+        b, pid_bh, pid_n = packed_tile(packed, 1, seqlen_k, BLOCK_N, LANES)
         if b >= packed[2]:
             return
-        pid_bh = h_kv
-        start_q, seqlen_q, start_k, seqlen_k = packed_spans(packed, b)
+    h_kv = pid_bh % (nheads // group)
+    rows_q = seqlen_q
+    start_q, seqlen_q, start_k, seqlen_k = spans(packed, b, seqlen_q, seqlen_k)
     first_n = pid_n * BLOCK_N
     offs_n = first_n + tl.arange(0, BLOCK_N)
     ACC: tl.constexpr = lse_ptr.dtype.element_ty
-    k = load_tile(k_ptr, stride_k, b, h_kv, first_n, seqlen_k, BLOCK_N, COLS, HEAD_DIM, False, WIDE, start_k)
-    v = load_tile(v_ptr, stride_v, b, h_kv, first_n, seqlen_k, BLOCK_N, COLS_V, HEAD_DIM_V, False, WIDE, start_k)
+    ACCURATE: tl.constexpr = k_ptr.dtype.element_ty == tl.float32
+    k = load_tile(k_ptr, stride_k, b, h_kv, first_n, seqlen_k, BLOCK_N, COLS, HEAD_DIM, 0, WIDE, start_k)
+    v = load_tile(v_ptr, stride_v, b, h_kv, first_n, seqlen_k, BLOCK_N, COLS_V, HEAD_DIM_V, 0, WIDE, start_k)
     dk = tl.zeros([BLOCK_N, COLS], ACC)
     dv = tl.zeros([BLOCK_N, COLS_V], ACC)
 
-    # The query heads that share this head of keys, one after the other: their sum has one owner too.
+    # The query heads that share this head of keys, one after the other: so their sum has one owner too.
     for g in tl.range(0, group):
         h = h_kv * group + g
-        row = (pid_bh * group + g).to(tl.int64) * rows_q
-        if packed is not None:
-            row += start_q
+        row = (pid_bh * group + g).to(tl.int64) * rows_q + start_q
         lo, lo_full, hi_full, hi = query_range(
-            b, h, first_n, first_n + BLOCK_N, seqlen_q, seqlen_k, left, right, aux, BLOCK_M, CAUSAL, MASK, QUERIES
-        )
+            b, h, first_n, first_n + BLOCK_N, seqlen_q, seqlen_k, left, right, aux, BLOCK_M, CAUSAL, MASK, QUERIES,
+        )  # fmt: skip
         for first_m in tl.range(lo, hi, BLOCK_M):
             offs_m = first_m + tl.arange(0, BLOCK_M)
             i, j = offs_m[None, :], offs_n[:, None]
@@ -126,35 +118,19 @@ def _dkdv_kernel(
             # Everything transposed, [BLOCK_N, BLOCK_M]: then p and ds are left operands and stay in registers.
             s = tl.dot(k, q.T, input_precision=PRECISION, out_dtype=ACC)
             dout = load_tile(
-                dout_ptr, stride_dout, b, h, first_m, seqlen_q, BLOCK_M, COLS_V, HEAD_DIM_V, DESCRIPTOR, WIDE, start_q
-            )
+                dout_ptr, stride_dout, b, h, first_m, seqlen_q, BLOCK_M, COLS_V, HEAD_DIM_V, DESCRIPTOR, WIDE, start_q,
+            )  # fmt: skip
             dp = tl.dot(v, dout.T, input_precision=PRECISION, out_dtype=ACC)
             lse = load_lse(lse_ptr, row, offs_m, seqlen_q)[None, :]
-            tested = first_m < lo_full or first_m >= hi_full
             p = recompute_p(
-                s, lse, b, h, i, j, seqlen_q, seqlen_k, left, right, aux, softcap, alibi, bias, score_aux, scale, qk_scale, tested,
-                CAUSAL, MASK, SCORE, q.dtype == tl.float32,
-            )  # fmt: skip
+                s, lse, b, h, i, j, seqlen_q, seqlen_k, left, right, aux, softcap, alibi, bias, score_aux, scale,
+                qk_scale, first_m < lo_full or first_m >= hi_full, CAUSAL, MASK, SCORE, ACCURATE)  # fmt: skip
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=ACC)
             # delta is loaded late: 16 registers fewer are in use while p is computed.
             ds = p * (dp - load_delta(delta_ptr, row, offs_m, seqlen_q)[None, :])
             ds = changed_gradient(
-                ds,
-                s,
-                b,
-                h,
-                i,
-                j,
-                seqlen_q,
-                seqlen_k,
-                scale,
-                softcap,
-                alibi,
-                bias,
-                score_aux,
-                GRAD,
-                q.dtype == tl.float32,
-            )
+                ds, s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, GRAD, ACCURATE,
+            )  # fmt: skip
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION, out_dtype=ACC)
 
     store_tile(dk_ptr, stride_dk, dk * scale, b, h_kv, first_n, seqlen_k, BLOCK_N, COLS, HEAD_DIM, WIDE, start_k)
@@ -167,9 +143,8 @@ def _dq_kernel(
     stride_q, stride_k, stride_v, stride_dout, stride_dq, aux, score_aux,
     left, right, softcap, alibi, bias, packed, nheads, group, seqlen_q, seqlen_k, scale, qk_scale,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, KEYS: tl.constexpr, SCORE: tl.constexpr, GRAD: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLS: tl.constexpr, COLS_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIPTOR: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLS: tl.constexpr, COLS_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTOR: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(seqlen_q, BLOCK_M)
     pid_bh = tl.program_id(0) // tiles_m
@@ -177,22 +152,20 @@ def _dq_kernel(
     if CAUSAL:
         pid_m = tiles_m - 1 - pid_m
     b = pid_bh // nheads
-    h = pid_bh % nheads
-    row = pid_bh.to(tl.int64) * seqlen_q
-    start_q = None
-    start_k = None
     if packed is not None:
-        b, h, pid_m = packed_tile(packed, 0, seqlen_q, BLOCK_M, LANES)
+        b, pid_bh, pid_m = packed_tile(packed, 0, seqlen_q, BLOCK_M, LANES)
         if b >= packed[2]:
             return
-        row = h.to(tl.int64) * seqlen_q
-        start_q, seqlen_q, start_k, seqlen_k = packed_spans(packed, b)
-        row += start_q
+    h = pid_bh % nheads
+    row = pid_bh.to(tl.int64) * seqlen_q
+    start_q, seqlen_q, start_k, seqlen_k = spans(packed, b, seqlen_q, seqlen_k)
+    row += start_q
     first_m = pid_m * BLOCK_M
     offs_m = first_m + tl.arange(0, BLOCK_M)
     ACC: tl.constexpr = lse_ptr.dtype.element_ty
-    q = load_tile(q_ptr, stride_q, b, h, first_m, seqlen_q, BLOCK_M, COLS, HEAD_DIM, False, WIDE, start_q)
-    dout = load_tile(dout_ptr, stride_dout, b, h, first_m, seqlen_q, BLOCK_M, COLS_V, HEAD_DIM_V, False, WIDE, start_q)
+    ACCURATE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    q = load_tile(q_ptr, stride_q, b, h, first_m, seqlen_q, BLOCK_M, COLS, HEAD_DIM, 0, WIDE, start_q)
+    dout = load_tile(dout_ptr, stride_dout, b, h, first_m, seqlen_q, BLOCK_M, COLS_V, HEAD_DIM_V, 0, WIDE, start_q)
     lse = load_lse(lse_ptr, row, offs_m, seqlen_q)[:, None]
     delta = load_delta(delta_ptr, row, offs_m, seqlen_q)[:, None]
     dq = tl.zeros([BLOCK_M, COLS], ACC)
@@ -200,39 +173,22 @@ def _dq_kernel(
     h_kv = h // group
     end_m = tl.minimum(first_m + BLOCK_M, seqlen_q)
     lo, lo_full, hi_full, hi = key_range(
-        b, h, first_m, end_m, seqlen_q, seqlen_k, left, right, aux, BLOCK_N, CAUSAL, MASK, KEYS
-    )
+        b, h, first_m, end_m, seqlen_q, seqlen_k, left, right, aux, BLOCK_N, CAUSAL, MASK, KEYS)  # fmt: skip
     for first_n in tl.range(lo, hi, BLOCK_N):
         offs_n = first_n + tl.arange(0, BLOCK_N)
         k = load_tile(k_ptr, stride_k, b, h_kv, first_n, seqlen_k, BLOCK_N, COLS, HEAD_DIM, DESCRIPTOR, WIDE, start_k)
         v = load_tile(
-            v_ptr, stride_v, b, h_kv, first_n, seqlen_k, BLOCK_N, COLS_V, HEAD_DIM_V, DESCRIPTOR, WIDE, start_k
-        )
+            v_ptr, stride_v, b, h_kv, first_n, seqlen_k, BLOCK_N, COLS_V, HEAD_DIM_V, DESCRIPTOR, WIDE, start_k,
+        )  # fmt: skip
         s = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=ACC)
         dp = tl.dot(dout, v.T, input_precision=PRECISION, out_dtype=ACC)
         i, j = offs_m[:, None], offs_n[None, :]
-        tested = first_n < lo_full or first_n >= hi_full
         p = recompute_p(
-            s, lse, b, h, i, j, seqlen_q, seqlen_k, left, right, aux, softcap, alibi, bias, score_aux, scale, qk_scale, tested,
-            CAUSAL, MASK, SCORE, q.dtype == tl.float32,
-        )  # fmt: skip
+            s, lse, b, h, i, j, seqlen_q, seqlen_k, left, right, aux, softcap, alibi, bias, score_aux, scale, qk_scale,
+            first_n < lo_full or first_n >= hi_full, CAUSAL, MASK, SCORE, ACCURATE)  # fmt: skip
         ds = changed_gradient(
-            p * (dp - delta),
-            s,
-            b,
-            h,
-            i,
-            j,
-            seqlen_q,
-            seqlen_k,
-            scale,
-            softcap,
-            alibi,
-            bias,
-            score_aux,
-            GRAD,
-            q.dtype == tl.float32,
-        )
+            p * (dp - delta), s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, GRAD, ACCURATE,
+        )  # fmt: skip
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=ACC)
 
     store_tile(dq_ptr, stride_dq, dq * scale, b, h, first_m, seqlen_q, BLOCK_M, COLS, HEAD_DIM, WIDE, start_q)

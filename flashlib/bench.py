@@ -40,21 +40,7 @@ FIELDS = [
     "commit",
     "date",
 ]
-_TEXT = {
-    "feature",
-    "kernel",
-    "pass",
-    "dtype",
-    "impl",
-    "gpu",
-    "driver",
-    "torch",
-    "triton",
-    "commit",
-    "date",
-    "unit",
-    "source",
-}
+_TEXT = {"feature", "kernel", "pass", "dtype", "tensor", "impl", "unit", "source", *FIELDS[-6:]}
 
 
 def read_results(subject, gpu="h200"):

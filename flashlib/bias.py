@@ -12,7 +12,7 @@ from flashlib import tiles
 from flashlib.backward import load_delta, load_lse, recompute_p
 from flashlib.device import tl, triton
 from flashlib.mods import hook_gradient, key_range
-from flashlib.tiles import load_tile, packed_spans
+from flashlib.tiles import load_tile, spans
 
 
 @triton.jit
@@ -33,20 +33,13 @@ def _bias_gradient_kernel(
     own_b = tl.program_id(0) // (tiles_n * tiles_m) // shape[1]
     ACC: tl.constexpr = lse_ptr.dtype.element_ty
     dbias = tl.zeros([BLOCK_M, BLOCK_N], ACC)
-    start_q = None
-    start_k = None
-    seqlen_q = rows_q
-    seqlen_k = rows_k
     for step_b in tl.range(0, batch if shape[0] == 1 else 1):
         b = own_b + step_b
-        if packed is not None:
-            start_q, seqlen_q, start_k, seqlen_k = packed_spans(packed, b)
+        start_q, seqlen_q, start_k, seqlen_k = spans(packed, b, rows_q, rows_k)
         for step_h in tl.range(0, nheads if shape[1] == 1 else 1):
             h = own_h + step_h
             h_kv = h // group
-            row = (b * nheads + h).to(tl.int64) * rows_q
-            if packed is not None:
-                row = h.to(tl.int64) * rows_q + start_q
+            row = (h if packed is not None else b * nheads + h).to(tl.int64) * rows_q + start_q
             end = seqlen_q if shape[2] == 1 else tl.minimum(own_m + BLOCK_M, seqlen_q)
             for first_m in tl.range(own_m, end, BLOCK_M):
                 offs_m = first_m + tl.arange(0, BLOCK_M)
@@ -57,7 +50,7 @@ def _bias_gradient_kernel(
                 lse = load_lse(lse_ptr, row, offs_m, seqlen_q)[:, None]
                 delta = load_delta(delta_ptr, row, offs_m, seqlen_q)[:, None]
                 end_m = tl.minimum(first_m + BLOCK_M, seqlen_q)
-                lo, lo_full, hi_full, hi = key_range(
+                lo, _, _, hi = key_range(
                     b, h, first_m, end_m, seqlen_q, seqlen_k, left, right, aux, BLOCK_N, CAUSAL, MASK, KEYS
                 )
                 lo = tl.maximum(lo, own_n)
@@ -74,12 +67,12 @@ def _bias_gradient_kernel(
                     s = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=ACC)
                     dp = tl.dot(dout, v.T, input_precision=PRECISION, out_dtype=ACC)
                     p = recompute_p(
-                        s, lse, b, h, i, j, seqlen_q, seqlen_k, left, right, aux, softcap, alibi, bias, score_aux, scale, qk_scale, True,
-                        CAUSAL, MASK, SCORE, q.dtype == tl.float32,
+                        s, lse, b, h, i, j, seqlen_q, seqlen_k, left, right, aux, softcap, alibi, bias,
+                        score_aux, scale, qk_scale, True, CAUSAL, MASK, SCORE, q.dtype == tl.float32,
                     )  # fmt: skip
                     dbias += hook_gradient(
-                        p * (dp - delta), s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, GRAD,
-                        q.dtype == tl.float32,
+                        p * (dp - delta), s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux,
+                        GRAD, q.dtype == tl.float32,
                     )  # fmt: skip
 
     offs_m = own_m + tl.arange(0, BLOCK_M)
@@ -119,8 +112,9 @@ def gradient(q, k, v, dout, lse, delta, dbias, call):
     constants = {
         "CAUSAL": call.causal, "MASK": call.mask[0], "KEYS": call.mask[1], "SCORE": call.score[0],
         "GRAD": call.score[1], "HEAD_DIM": q.shape[3], "HEAD_DIM_V": v.shape[3], "COLS": columns[0],
-        "COLS_V": columns[1], "BLOCK_M": block, "BLOCK_N": block, "PRECISION": tiles.precision(architecture),
-        "WIDE": tiles.wide(strides), "num_warps": 4, "num_stages": 1,
+        "COLS_V": columns[1], "BLOCK_M": block, "BLOCK_N": block,
+        "PRECISION": "tf32x3" if architecture >= 80 else "ieee", "WIDE": tiles.wide(strides),
+        "num_warps": 4, "num_stages": 1,
     }  # fmt: skip
     tiles.launch(_bias_gradient_kernel, programs, arguments, constants)
     if into is not dbias:

@@ -12,7 +12,7 @@ from flashlib import tiles
 from flashlib.device import tl, triton
 from flashlib.mods import changed, key_range, visible
 from flashlib.options import NO_CHANGE, call_of
-from flashlib.tiles import load_tile, packed_spans, packed_tile, store_tile
+from flashlib.tiles import load_tile, packed_tile, spans, store_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -34,21 +34,18 @@ def _forward_kernel(
         # The last tiles of queries see the most keys: longest first, so that none is left alone at the end.
         pid_m = tiles_m - 1 - pid_m
     b = pid_bh // nheads
-    h = pid_bh % nheads
-    row = pid_bh.to(tl.int64) * seqlen_q
-    start_q = None
-    start_k = None
     if packed is not None:
-        b, h, pid_m = packed_tile(packed, 0, seqlen_q, BLOCK_M, LANES)
+        b, pid_bh, pid_m = packed_tile(packed, 0, seqlen_q, BLOCK_M, LANES)
         if b >= packed[2]:
             return
-        row = h.to(tl.int64) * seqlen_q
-        start_q, seqlen_q, start_k, seqlen_k = packed_spans(packed, b)
-        row += start_q
+    h = pid_bh % nheads
+    row = pid_bh.to(tl.int64) * seqlen_q
+    start_q, seqlen_q, start_k, seqlen_k = spans(packed, b, seqlen_q, seqlen_k)
+    row += start_q
     first_m = pid_m * BLOCK_M
     offs_m = first_m + tl.arange(0, BLOCK_M)
     ACC: tl.constexpr = lse_ptr.dtype.element_ty
-
+    ACCURATE: tl.constexpr = out_ptr.dtype.element_ty == tl.float32
     q = load_tile(q_ptr, stride_q, b, h, first_m, seqlen_q, BLOCK_M, COLS, HEAD_DIM, False, WIDE, start_q)
     m_i = tl.full([BLOCK_M], float("-inf"), ACC)
     l_i = tl.zeros([BLOCK_M], ACC)
@@ -61,8 +58,7 @@ def _forward_kernel(
     h_kv = h // group
     end_m = tl.minimum(first_m + BLOCK_M, seqlen_q)
     lo, lo_full, hi_full, hi = key_range(
-        b, h, first_m, end_m, seqlen_q, seqlen_k, left, right, aux, BLOCK_N, CAUSAL, MASK, KEYS
-    )
+        b, h, first_m, end_m, seqlen_q, seqlen_k, left, right, aux, BLOCK_N, CAUSAL, MASK, KEYS)  # fmt: skip
     for first_n in tl.range(lo, hi, BLOCK_N):
         k = load_tile(k_ptr, stride_k, b, h_kv, first_n, seqlen_k, BLOCK_N, COLS, HEAD_DIM, DESCRIPTOR, WIDE, start_k)
         s = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=ACC)  # [BLOCK_M, BLOCK_N]
@@ -70,8 +66,8 @@ def _forward_kernel(
         i, j = offs_m[:, None], offs_n[None, :]
         if SCORE is not None or softcap is not None or alibi is not None or bias is not None:
             s = changed(
-                s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, SCORE, q.dtype == tl.float32
-            )
+                s, 0.0, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, SCORE, ACCURATE,
+            )  # fmt: skip
         elif not FOLD:
             s = s * qk_scale
         if first_n < lo_full or first_n >= hi_full:
@@ -87,8 +83,8 @@ def _forward_kernel(
         l_i = l_i * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         v = load_tile(
-            v_ptr, stride_v, b, h_kv, first_n, seqlen_k, BLOCK_N, COLS_V, HEAD_DIM_V, DESCRIPTOR, WIDE, start_k
-        )
+            v_ptr, stride_v, b, h_kv, first_n, seqlen_k, BLOCK_N, COLS_V, HEAD_DIM_V, DESCRIPTOR, WIDE, start_k,
+        )  # fmt: skip
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION, out_dtype=ACC)
         m_i = m_new
 
@@ -121,7 +117,8 @@ def forward(q, k, v, options):
     call = call_of(q, k, options)
     plan = tiles.plan("forward", q, v, call.triangular, (k, v), call.lanes)
     arguments = (
-        q, *plan.loaded(k, v), out, lse, *call.strides(q, k, v, out), call.aux, call.score_aux, *call.window, *call.changes, tiles.pointer(options.sinks), call.packed, *call.sizes,
+        q, *plan.loaded(k, v), out, lse, *call.strides(q, k, v, out), call.aux, call.score_aux,
+        *call.window, *call.changes, tiles.pointer(options.sinks), call.packed, *call.sizes,
     )  # fmt: skip
     constants = {
         "CAUSAL": call.causal, "MASK": call.mask[0], "KEYS": call.mask[1], "SCORE": call.score[0],

@@ -245,32 +245,35 @@ def whole_tiles(lo, lo_full, hi_full, hi, BLOCK: tl.constexpr):
 
 @triton.jit
 def changed(
-    s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, SCORE: tl.constexpr, ACCURATE: tl.constexpr
+    s, less, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux,
+    SCORE: tl.constexpr, ACCURATE: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores in base 2 that s = qk becomes: scaled, softcap, ALiBi, bias, and the score hook last."""
+    """Return, less `less`, the scores in base 2 that s = qk becomes: scale, softcap, ALiBi, bias, score hook."""
     if SCORE is None:
-        # Base 2 from the start: that saves a product an element.
-        s = _built_in(s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, LOG2_E, ACCURATE)
+        # Base 2 from the start, and the difference part of the first product: that saves two operations an element.
+        s = _built_in(s, less, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, LOG2_E, ACCURATE)
     else:
-        s = _built_in(s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, 1.0, ACCURATE)
-        s = SCORE(s, b, h, tl.minimum(i, seqlen_q - 1), tl.minimum(j, seqlen_k - 1), score_aux) * LOG2_E
+        s = _built_in(s, 0.0, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, 1.0, ACCURATE)
+        s = SCORE(s, b, h, tl.minimum(i, seqlen_q - 1), tl.minimum(j, seqlen_k - 1), score_aux) * LOG2_E - less
     return s
 
 
 @triton.jit
 def hook_gradient(
-    ds, s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, GRAD: tl.constexpr, ACCURATE: tl.constexpr
+    ds, s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux,
+    GRAD: tl.constexpr, ACCURATE: tl.constexpr,
 ):  # fmt: skip
     """Return the gradient of what the score hook was given, which is the bias's too, from that of its result."""
     if GRAD is not None:
-        s = _built_in(s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, 1.0, ACCURATE)
+        s = _built_in(s, 0.0, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, 1.0, ACCURATE)
         ds = GRAD(ds, s, b, h, tl.minimum(i, seqlen_q - 1), tl.minimum(j, seqlen_k - 1), score_aux)
     return ds
 
 
 @triton.jit
 def changed_gradient(
-    ds, s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, GRAD: tl.constexpr, ACCURATE: tl.constexpr
+    ds, s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux,
+    GRAD: tl.constexpr, ACCURATE: tl.constexpr,
 ):  # fmt: skip
     """Return the gradient of scale·qk from that of the scores that came out of it; s is qk."""
     ds = hook_gradient(ds, s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, GRAD, ACCURATE)
@@ -282,13 +285,13 @@ def changed_gradient(
 
 @triton.jit
 def _built_in(
-    s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, UNIT: tl.constexpr, ACCURATE: tl.constexpr
+    s, less, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, UNIT: tl.constexpr, ACCURATE: tl.constexpr
 ):  # fmt: skip
-    """Return UNIT times the scores after softcap, ALiBi and bias."""
+    """Return UNIT times the scores after softcap, ALiBi and bias, less `less`."""
     if softcap is None:
-        s = s * (scale * UNIT)
+        s = s * (scale * UNIT) - less
     else:
-        s = tanh(s * (scale / softcap), ACCURATE) * (softcap * UNIT)
+        s = tanh(s * (scale / softcap), ACCURATE) * (softcap * UNIT) - less
     if alibi is not None:
         slope = tl.load(alibi[0] + b * alibi[1] + h * alibi[2]) * UNIT
         # float32 holds a position exactly up to 2**24, and converting rows and columns costs less than the tile.

@@ -35,10 +35,10 @@ SCHEMA = (
 class Options(NamedTuple):
     """What a call asks for, in the order of the op's arguments; None where it asks for nothing.
 
-    bias: (batch, nheads, seqlen_q, seqlen_k), 1 where it is the same for all. sinks: (nheads,). left, right: the window;
-    causal is right = 0. scale, softcap, dropout_p: numbers. mask, score: keys of hooks, "" for none; n_mask: how many
-    tensors of aux are the mask's. slopes: (nheads,) or (batch, nheads). seed: of the dropout. cu_q, cu_k: where packed
-    sequences begin. aux: the tensors of mask and score.
+    bias: (batch, nheads, seqlen_q, seqlen_k), 1 where it is the same for all. sinks: (nheads,). left, right: the
+    window; causal is right = 0. scale, softcap, dropout_p: numbers. mask, score: keys of hooks, "" for none; n_mask:
+    how many tensors of aux are the mask's. slopes: (nheads,) or (batch, nheads). seed: of the dropout. cu_q, cu_k:
+    where packed sequences begin. aux: the tensors of mask and score.
     """
 
     bias: object = None
@@ -62,7 +62,8 @@ class Call(NamedTuple):
     """The arguments and constants that all kernels of one call share.
 
     causal, window: which keys a query's place lets it see, window as (left, right). mask: (fn, keys, queries); score:
-    (fn, grad). changes: softcap, and slopes and bias each with its strides. packed: (cu_q, cu_k, batch). sizes: the kernels' last arguments, from nheads to qk_scale.
+    (fn, grad). changes: softcap, and slopes and bias each with its strides. packed: (cu_q, cu_k, batch). sizes: the
+    kernels' last arguments, from nheads to qk_scale.
     lanes: lanes that hold the batch of a packed call.
     """
 
@@ -115,7 +116,7 @@ def call_of(q, k, options):
 
 
 def positions(left, right, seqlen_q, seqlen_k):
-    """Return (causal, window): a side that hides nothing is left out, and right = 0 is causal, which has its own code."""
+    """Return (causal, window): a side that hides nothing is left out, and right = 0 is causal, which has its code."""
     if left is not None and left >= seqlen_k - 1:
         left = None
     if right is not None and right >= max(1, seqlen_q - 1):
@@ -126,14 +127,14 @@ def positions(left, right, seqlen_q, seqlen_k):
 
 
 def _with_strides(x, axes):
-    """Return a tensor for a kernel, followed by its strides, 0 on axes that it lacks and where one number serves all."""
+    """Return a tensor for a kernel, followed by its strides, 0 on axes that it lacks or has once for all."""
     if x is None:
         return None
     strides = tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return tiles.pointer(x), *((0,) * (axes - x.ndim)), *strides
 
 
-# --- input checks ------------------------------------------------------------------------------------------------------
+# --- input checks ----------------------------------------------------------------------------------------------------
 
 
 def check_tensors(q, k, v):

@@ -53,18 +53,19 @@ def load_tile(
     DIM: tl.constexpr,
     DESCRIPTOR: tl.constexpr,
     WIDE: tl.constexpr,
-    start=None,
+    start=0,
 ):
     """Load rows first … first + ROWS of x[b, h]; what lies past `length` rows or DIM columns is 0. [ROWS, COLS]
 
-    In a packed tensor the rows of sequence b begin at row `start`.
+    In a packed tensor the rows of sequence b begin at row `start`. DESCRIPTOR: 0 for pointers, 1 for a descriptor, 2
+    for that of `packed_descriptor`.
     """
     if DESCRIPTOR:
-        if start is None:
+        if DESCRIPTOR == 1:
             # Rank 4, so that the copy engine itself knows where this head's rows end.
             tile = x.load([b, h, first, 0]).reshape(ROWS, COLS)
         else:
-            # The descriptor of `packed_descriptor`: its last row is this sequence's last.
+            # Its last row is this sequence's last.
             tile = x.load([FAR, start + length, h, FAR - length + first, 0]).reshape(ROWS, COLS)
     else:
         inside = (first + tl.arange(0, ROWS) < length)[:, None]
@@ -77,7 +78,7 @@ def load_tile(
 @triton.jit
 def store_tile(
     x, stride, tile, b, h, first, length, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    start=None,
+    start=0,
 ):  # fmt: skip
     """Store a tile [ROWS, COLS] to x[b, h] from row `first` on, but nothing past `length` rows or DIM columns."""
     inside = (first + tl.arange(0, ROWS) < length)[:, None] & (tl.arange(0, COLS) < DIM)[None, :]
@@ -87,7 +88,7 @@ def store_tile(
 
 @triton.jit
 def tile_pointers(
-    x, stride, b, h, first, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr, start=None
+    x, stride, b, h, first, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr, start=0
 ):  # fmt: skip
     """Return the addresses of x[b, h, first:first + ROWS, :COLS]. [ROWS, COLS]"""
     row = tl.arange(0, ROWS)
@@ -95,8 +96,7 @@ def tile_pointers(
     if WIDE:
         row = row.to(tl.int64)
         col = col.to(tl.int64)
-    if start is not None:
-        first = first + start
+    first = first + start
     # One number a program is 64 bits wide; inside a tile 32 bits reach far enough unless WIDE.
     begin = b.to(tl.int64) * stride[0] + h.to(tl.int64) * stride[1] + tl.cast(first, tl.int64) * stride[2]
     return x + begin + (row * stride[2])[:, None] + (col * stride[3])[None, :]
@@ -104,7 +104,7 @@ def tile_pointers(
 
 @triton.jit
 def packed_tile(packed, AXIS: tl.constexpr, total, BLOCK: tl.constexpr, LANES: tl.constexpr):
-    """Return sequence, head and tile of a program over packed sequences; a sequence past the last: nothing to do.
+    """Return sequence, head and tile of a program over packed sequences; past the last sequence there is nothing to do.
 
     packed: (cu_q, cu_k, batch); AXIS: 0 for tiles of queries, 1 of keys; total: rows of the packed tensor, which have
     total // BLOCK + batch tiles at most.
@@ -122,11 +122,14 @@ def packed_tile(packed, AXIS: tl.constexpr, total, BLOCK: tl.constexpr, LANES: t
 
 
 @triton.jit
-def packed_spans(packed, b):
-    """Return where sequence b begins and how long it is, in q and in k."""
-    start_q = tl.load(packed[0] + b)
-    start_k = tl.load(packed[1] + b)
-    return start_q, tl.load(packed[0] + b + 1) - start_q, start_k, tl.load(packed[1] + b + 1) - start_k
+def spans(packed, b, seqlen_q, seqlen_k):
+    """Return where sequence b begins and how long it is, in q and in k; a dense one begins at 0."""
+    if packed is None:
+        return 0, seqlen_q, 0, seqlen_k
+    else:
+        start_q = tl.load(packed[0] + b)
+        start_k = tl.load(packed[1] + b)
+        return start_q, tl.load(packed[0] + b + 1) - start_q, start_k, tl.load(packed[1] + b + 1) - start_k
 
 
 @triton.jit
@@ -246,9 +249,9 @@ TILES = {
         128: (128, 64, 8, 3),
         256: (64, 32, 4, 2),
     },
-    ("forward", 90, 4): {64: (128, 64, 4, 1), 128: (32, 64, 4, 2), 256: (32, 32, 4, 1)},
-    ("dkdv", 90, 4): {64: (64, 32, 4, 1), 128: (64, 32, 4, 1), 256: (32, 32, 4, 1)},
-    ("dq", 90, 4): {64: (128, 64, 8, 3), 128: (32, 64, 4, 1), 256: (32, 32, 4, 1)},
+    ("forward", 90, 4): {64: (128, 64, 4, 1), 128: (32, 64, 4, 2), 256: (16, 32, 4, 1)},
+    ("dkdv", 90, 4): {64: (64, 32, 4, 1), 128: (64, 32, 4, 1), 256: (32, 16, 4, 1)},
+    ("dq", 90, 4): {64: (128, 64, 8, 3), 128: (32, 64, 4, 1), 256: (16, 32, 4, 1)},
     ("forward", 75, 2): {64: (32, 32, 4, 1), 128: (16, 32, 4, 1)},
     ("dkdv", 75, 2): {64: (16, 32, 4, 1), 128: (16, 16, 4, 1)},
     ("dq", 75, 2): {64: (16, 32, 4, 1), 128: (16, 16, 4, 1)},
@@ -262,7 +265,7 @@ TILES = {
     ("dkdv", 80, 4): {64: (32, 32, 4, 2), 128: (32, 32, 8, 1), 256: (16, 16, 4, 1)},
     ("dq", 80, 4): {64: (32, 32, 4, 2), 128: (32, 16, 4, 1), 256: (16, 16, 4, 1)},
     ("forward", "99", 2): {64: (128, 64, 4, 3), 128: (128, 64, 8, 2), 256: (64, 32, 4, 2)},
-    ("dkdv", "99", 2): {64: (32, 64, 4, 2), 128: (64, 64, 8, 2), 256: (32, 64, 8, 1)},
+    ("dkdv", "99", 2): {64: (32, 64, 4, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 1)},
     ("dq", "99", 2): {64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1)},
     ("forward", "99", 4): {64: (64, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 16, 4, 1)},
     ("dkdv", "99", 4): {64: (32, 32, 4, 2), 128: (32, 32, 8, 1), 256: (16, 16, 4, 1)},
@@ -309,7 +312,7 @@ class Plan(NamedTuple):
 
 
 def plan(kernel, q, v, causal, loaded, lanes=None):
-    """Return the Plan of a kernel, "forward", "dkdv" or "dq", whose loop loads the tensors `loaded`; lanes if packed."""
+    """Return the Plan of a kernel, "forward", "dkdv" or "dq", whose loop loads `loaded`; lanes if packed."""
     architecture = architecture_of(q.device)
     columns = columns_of(q.shape[3], v.shape[3], q.element_size())
     tile = tile_for(kernel, architecture, q.element_size(), max(columns), causal)
@@ -329,8 +332,9 @@ def _constants(tile, head_dim, head_dim_v, columns, architecture, described, str
         "COLS_V": columns[1],
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "PRECISION": precision(architecture),
-        "DESCRIPTOR": described,
+        # float32 in three TF32 products has float32's accuracy; where there is no TF32, plain float32 arithmetic.
+        "PRECISION": "tf32x3" if architecture >= 80 else "ieee",
+        "DESCRIPTOR": int(described) * (1 if lanes is None else 2),
         "WIDE": wide(strides),
         "LANES": lanes,
         "num_warps": tile.num_warps,
@@ -348,11 +352,6 @@ def fill_tails(cu, *pairs):
                 _fill_tail_kernel, -(-x.shape[2] // 128), arguments,
                 {"DIM": x.shape[3], "COLS": padded(x.shape[3]), "ROWS": 128},
             )  # fmt: skip
-
-
-def precision(architecture):
-    """Return how float32 is multiplied: three TF32 products have its accuracy; where there is no TF32, plainly."""
-    return "tf32x3" if architecture >= 80 else "ieee"
 
 
 def launch(kernel, programs, arguments, constants):

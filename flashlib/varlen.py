@@ -7,6 +7,7 @@ lies behind the last sequence.
 Source: the packed layout and `cu_seqlens` are those of FlashAttention-2, https://arxiv.org/abs/2307.08691
 """
 
+import itertools
 import os
 
 import torch
@@ -96,7 +97,7 @@ def _check_lengths(name, cu, x, longest):
     if torch.compiler.is_compiling() or not (cu.device.type == "cpu" or os.environ.get(CHECK) == "1"):
         return
     places = cu.tolist()
-    lengths = [end - begin for begin, end in zip(places, places[1:], strict=False)]
+    lengths = [end - begin for begin, end in itertools.pairwise(places)]
     if places[0] != 0 or min(lengths, default=0) < 0:
         raise ValueError(f"cu_seqlens_{name} must begin with 0 and not decrease, got {places}")
     if places[-1] > x.shape[0]:

@@ -9,7 +9,7 @@ from attention_cases import DEVICE, ON_GPU, check, tensor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_forward import qkv
-from test_mods import same_document, slope, slope_grad, squash, squash_grad
+from test_mods import same_document, slope, slope_grad
 
 from flashlib import reference, tiles
 from flashlib.attention import flash_attention
@@ -180,15 +180,15 @@ def test_a_window_costs_what_it_shows():
             counts = [meter.loads["v"]]
             if backward:
                 torch.autograd.grad(out, (q, k, v), torch.ones(1, 1, seqlen, 16))
-        # Behind the forward's, each program of dK/dV loads its own tile of v once, and dQ those that it walks over; of q
-        # each program of the forward and of dQ loads its own, and dK/dV those that it walks over.
+        # Behind the forward's, each program of dK/dV loads its own tile of v once, and dQ those that it walks over;
+        # of q each program of the forward and of dQ loads its own, and dK/dV those that it walks over.
         counts += [meter.loads["v"] - counts[0] - counts_of(v), meter.loads["q"] - 2 * counts_of(q)] if backward else []
         return [count // (32 * 16 * 4) for count in counts]
 
     def counts_of(x):
         return x.numel() * 4
 
-    # Tiles are 32 by 32. left = 40 reaches from a tile's first row into two tiles before it: 3 a tile, 1 and 2 at first.
+    # Tiles are 32 by 32. left = 40 reaches from a tile's first row into two tiles before it: 3 a tile, 1 and 2 first.
     assert visited(192, True, window=(40, 0)) == [15, 15, 15]
     assert visited(384, False, window=(40, 0)) == [33]
     # left = 32 reaches into one tile.
@@ -220,7 +220,7 @@ def test_full_tiles_of_a_window_are_not_tested(monkeypatch):
     assert len(tested) == 8 + 5 + 4
 
 
-# --- softcap -----------------------------------------------------------------------------------------------------------
+# --- softcap ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -253,7 +253,7 @@ def test_softcap_of_any_size(softcap):
     check(*qkv(1, 2, 33, 40, 16), softcap=softcap, scale=2.0)
 
 
-# --- ALiBi -------------------------------------------------------------------------------------------------------------
+# --- ALiBi -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -267,7 +267,7 @@ def test_alibi_counts_from_the_diagonal(causal, seqlen_q):
         assert float(lse[0, 0, i]) == pytest.approx(math.log(sum(math.exp(-abs(at - j) / 2) for j in seen)), abs=1e-6)
 
 
-# --- rows with no key, hidden keys -------------------------------------------------------------------------------------
+# --- rows with no key, hidden keys -----------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -329,7 +329,7 @@ def test_two_layers_and_a_row_without_keys():
     assert all(g.isfinite().all() for g in grads)
 
 
-# --- gradients and PyTorch ---------------------------------------------------------------------------------------------
+# --- gradients and PyTorch -------------------------------------------------------------------------------------------
 
 
 def everything(q, seqlen_k):
@@ -413,7 +413,7 @@ def test_features_through_descriptors(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(pointers, run(), strict=True))
 
 
-# --- fuzz --------------------------------------------------------------------------------------------------------------
+# --- fuzz ------------------------------------------------------------------------------------------------------------
 
 
 @settings(
@@ -440,7 +440,7 @@ def test_fuzz(data):
     check(q, k, v, scale=draw(st.sampled_from([None, 0.4, -0.2])), **found)
 
 
-# --- bad input ---------------------------------------------------------------------------------------------------------
+# --- bad input -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from test_forward import qkv
 
 from flashlib import masks, tile_map
 from flashlib.compiler import compile_many
-from flashlib.device import triton
+from flashlib.device import tl, triton
 from flashlib.mods import Bounds, Mask
 
 LENGTHS = [(48, 48), (35, 50), (50, 35), (1, 40)]
@@ -113,12 +113,12 @@ def test_documents_against_the_oracle(causal):
 
 @triton.jit
 def nothing(b, h, first, end, seqlen_q, seqlen_k, aux):
-    return 0, 0, 0, 0
+    return 0, 0, 0, tl.minimum(first, 0)
 
 
 @triton.jit
 def everything(b, h, first, end, seqlen_q, seqlen_k, aux):
-    return 0, 0, seqlen_k, seqlen_k
+    return tl.minimum(first, 0), 0, seqlen_k, seqlen_k
 
 
 def test_broken_tiles_are_those_that_hold_a_pair_or_lack_one():

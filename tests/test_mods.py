@@ -6,8 +6,8 @@ from attention_cases import DEVICE, check
 from test_forward import qkv
 
 from flashlib import mods
-from flashlib.device import tl, triton
 from flashlib.attention import flash_attention
+from flashlib.device import tl, triton
 from flashlib.mods import Bounds, Mask, Score
 
 WINDOW = tl.constexpr(20)

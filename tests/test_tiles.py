@@ -20,9 +20,13 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def check_fits(jobs):
-    for one, compiled in zip(jobs, compile_many(jobs), strict=True):
+    for one, compiled in zip(jobs, compile_many(jobs, timeout_s=1200), strict=True):
+        # `make compile-test` shows these lines: registers and stack of every kernel of the table.
+        print(compiled, *(f"{name} {one['constexprs'][name]}" for name in ("HEAD_DIM", "CAUSAL", "DESCRIPTOR")))
         assert compiled.shared_bytes <= LIMIT_BYTES[one["capability"]], compiled
-        if "forward" in one["kernel"] and "fp32" not in str(one["signature"]["out_ptr"]) and one["capability"] >= 80:
+        short = "forward" in one["kernel"] and one["signature"]["out_ptr"] != "*fp32" and one["capability"] >= 80
+        # Not where a Hopper tile, chosen for descriptors, is read through pointers: there head_dim 128 spills 150 B.
+        if short and one["constexprs"]["DESCRIPTOR"] == (one["capability"] >= 90):
             assert compiled.stack_bytes <= 64, compiled
 
 
@@ -33,11 +37,21 @@ def test_the_table_fits(capability):
 
 @pytest.mark.compile
 @pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 100, 120])
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_the_whole_table_fits(capability, dtype):
+    if dtype == "bf16" and capability == 75:
+        pytest.skip("Turing has no bfloat16")
     widest = 128 if capability == 75 else 256
-    sizes = [(kernel, d, causal) for kernel in KERNELS for d in (16, 64, 128, 256) for causal in (False, True)]
-    check_fits([job(kernel, dtype, d, causal, capability) for kernel, d, causal in sizes if d <= widest])
+    # bfloat16 has float16's rows and differs in few instructions: the forward, whose stack is bounded, is enough.
+    kernels = KERNELS[:1] if dtype == "bf16" else KERNELS
+    sizes = [
+        (kernel, dtype, d, causal) for kernel in kernels for d in (16, 32, 64, 128, 256) for causal in (False, True)
+    ]
+    jobs = [job(*size, capability) for size in sizes if size[2] <= widest]
+    if capability >= 90:
+        # Where there are descriptors, short and oddly laid out inputs are still read through pointers.
+        jobs += [job(*size, capability, descriptors=False) for size in sizes if size[3]]
+    check_fits(jobs)
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,8 @@ def _heading(exercise):
 
 def _brief(error):
     try:
-        text = str(error)
+        # Triton's compiler shows the place in the kernel first and says last what is wrong there.
+        text = str(getattr(error, "error_message", None) or error)
     except Exception:
         text = ""
     return f"{type(error).__name__}: {text.strip()}".splitlines()[0][:200].rstrip(": ")
