@@ -148,6 +148,10 @@ def flash_attention(
         bias: floats that broadcast to (batch, nheads, seqlen_q, seqlen_k), any strides, added to the scores; -inf hides
             a key, as does anything below -1e38. Its gradient takes no memory but its own.
         sinks: (nheads,) floats: a logit of each head that joins every row's denominator, with value 0.
+        dropout_p: share of the weights that is dropped, in [0, 1); those kept are scaled by 1/(1 - dropout_p). lse is
+            that of all weights.
+        dropout_seed: (2,), int64, on the device of q: seed and offset, which decide with batch, head, query and key
+            what is dropped; None draws them from PyTorch's generator, so that `torch.manual_seed` repeats them.
         mask: `mods.Mask`, which keys a query sees; None for all.
         score: `mods.Score`, a change of the scores; None for none.
         return_lse: also return the natural logarithm of each row's sum of exponentials, the maximum included.

@@ -11,6 +11,7 @@ import torch
 
 from flashlib import tiles
 from flashlib.device import tl, triton
+from flashlib.dropout import thinned
 from flashlib.mods import changed, changed_gradient, key_range, query_range, visible
 from flashlib.options import call_of
 from flashlib.tiles import load_tile, packed_tile, spans, store_tile
@@ -79,14 +80,13 @@ def recompute_p(
 def _dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     stride_q, stride_k, stride_v, stride_dout, stride_dk, stride_dv, aux, score_aux,
-    left, right, softcap, alibi, bias, packed, nheads, group, seqlen_q, seqlen_k, scale, qk_scale,
+    left, right, softcap, alibi, bias, dropout, packed, nheads, group, seqlen_q, seqlen_k, scale, qk_scale,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, QUERIES: tl.constexpr, SCORE: tl.constexpr, GRAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLS: tl.constexpr, COLS_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTOR: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(seqlen_k, BLOCK_N)
-    pid_bh = tl.program_id(0) // tiles_n
-    pid_n = tl.program_id(0) % tiles_n
+    pid_bh, pid_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     b = pid_bh // (nheads // group)
     if packed is not None:
         b, pid_bh, pid_n = packed_tile(packed, 1, seqlen_k, BLOCK_N, LANES)
@@ -103,7 +103,6 @@ def _dkdv_kernel(
     v = load_tile(v_ptr, stride_v, b, h_kv, first_n, seqlen_k, BLOCK_N, COLS_V, HEAD_DIM_V, 0, WIDE, start_k)
     dk = tl.zeros([BLOCK_N, COLS], ACC)
     dv = tl.zeros([BLOCK_N, COLS_V], ACC)
-
     # The query heads that share this head of keys, one after the other: so their sum has one owner too.
     for g in tl.range(0, group):
         h = h_kv * group + g
@@ -125,9 +124,11 @@ def _dkdv_kernel(
             p = recompute_p(
                 s, lse, b, h, i, j, seqlen_q, seqlen_k, left, right, aux, softcap, alibi, bias, score_aux, scale,
                 qk_scale, first_m < lo_full or first_m >= hi_full, CAUSAL, MASK, SCORE, ACCURATE)  # fmt: skip
-            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=ACC)
+            dv = tl.dot(
+                thinned(p, dropout, b, h, i, j).to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=ACC
+            )
             # delta is loaded late: 16 registers fewer are in use while p is computed.
-            ds = p * (dp - load_delta(delta_ptr, row, offs_m, seqlen_q)[None, :])
+            ds = p * (thinned(dp, dropout, b, h, i, j) - load_delta(delta_ptr, row, offs_m, seqlen_q)[None, :])
             ds = changed_gradient(
                 ds, s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, GRAD, ACCURATE,
             )  # fmt: skip
@@ -141,7 +142,7 @@ def _dkdv_kernel(
 def _dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr,
     stride_q, stride_k, stride_v, stride_dout, stride_dq, aux, score_aux,
-    left, right, softcap, alibi, bias, packed, nheads, group, seqlen_q, seqlen_k, scale, qk_scale,
+    left, right, softcap, alibi, bias, dropout, packed, nheads, group, seqlen_q, seqlen_k, scale, qk_scale,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, KEYS: tl.constexpr, SCORE: tl.constexpr, GRAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLS: tl.constexpr, COLS_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTOR: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr,
@@ -186,8 +187,9 @@ def _dq_kernel(
         p = recompute_p(
             s, lse, b, h, i, j, seqlen_q, seqlen_k, left, right, aux, softcap, alibi, bias, score_aux, scale, qk_scale,
             first_n < lo_full or first_n >= hi_full, CAUSAL, MASK, SCORE, ACCURATE)  # fmt: skip
+        ds = p * (thinned(dp, dropout, b, h, i, j) - delta)
         ds = changed_gradient(
-            p * (dp - delta), s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, GRAD, ACCURATE,
+            ds, s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, GRAD, ACCURATE,
         )  # fmt: skip
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=ACC)
 
@@ -215,7 +217,7 @@ def gradients(q, k, v, out, lse, dout, dlse, wants_q, wants_kv, options):
     batch, nheads, rows_q, _ = q.shape
     call = call_of(q, k, options)
     hooks = {"CAUSAL": call.causal, "MASK": call.mask[0], "SCORE": call.score[0], "GRAD": call.score[1]}
-    common = call.aux, call.score_aux, *call.window, *call.changes, call.packed, *call.sizes
+    common = call.aux, call.score_aux, *call.window, *call.changes, call.dropout, call.packed, *call.sizes
     strides = call.strides(q, k, v, dout)
     with tiles.on_device_of(q):
         stride_dlse = dlse.stride() if dlse is not None else (0, 0, 0)
@@ -234,12 +236,12 @@ def gradients(q, k, v, out, lse, dout, dlse, wants_q, wants_kv, options):
                 q_loaded, k, v, dout_loaded, lse, delta, dk, dv, *strides, *call.strides(dk, dv), *common
             )  # fmt: skip
             programs = call.programs(1, plan.tile.block_n, batch)
-            tiles.launch(_dkdv_kernel, programs, arguments, hooks | {"QUERIES": call.mask[2]} | plan.constants)
+            tiles.launch(_dkdv_kernel, programs, arguments, hooks | {"QUERIES": call.mask[2]} | call.constants(plan))
         if wants_q:
             plan = tiles.plan("dq", q, v, call.triangular, (k, v), call.lanes)
             arguments = q, *plan.loaded(k, v), dout, lse, delta, dq, *strides, *call.strides(dq), *common
             programs = call.programs(0, plan.tile.block_m, batch)
-            tiles.launch(_dq_kernel, programs, arguments, hooks | {"KEYS": call.mask[1]} | plan.constants)
+            tiles.launch(_dq_kernel, programs, arguments, hooks | {"KEYS": call.mask[1]} | call.constants(plan))
         if call.packed is not None:
             tiles.fill_tails(options.cu_q, (dq, 0.0))
             tiles.fill_tails(options.cu_k, (dk, 0.0), (dv, 0.0))

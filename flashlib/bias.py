@@ -11,6 +11,7 @@ import torch
 from flashlib import tiles
 from flashlib.backward import load_delta, load_lse, recompute_p
 from flashlib.device import tl, triton
+from flashlib.dropout import thinned
 from flashlib.mods import hook_gradient, key_range
 from flashlib.tiles import load_tile, spans
 
@@ -19,7 +20,7 @@ from flashlib.tiles import load_tile, spans
 def _bias_gradient_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dbias_ptr,
     stride_q, stride_k, stride_v, stride_dout, stride_dbias, shape, batch, aux, score_aux,
-    left, right, softcap, alibi, bias, packed, nheads, group, rows_q, rows_k, scale, qk_scale,
+    left, right, softcap, alibi, bias, dropout, packed, nheads, group, rows_q, rows_k, scale, qk_scale,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, KEYS: tl.constexpr, SCORE: tl.constexpr, GRAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLS: tl.constexpr, COLS_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
@@ -71,8 +72,8 @@ def _bias_gradient_kernel(
                         score_aux, scale, qk_scale, True, CAUSAL, MASK, SCORE, q.dtype == tl.float32,
                     )  # fmt: skip
                     dbias += hook_gradient(
-                        p * (dp - delta), s, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux,
-                        GRAD, q.dtype == tl.float32,
+                        p * (thinned(dp, dropout, b, h, i, j) - delta), s, b, h, i, j, seqlen_q, seqlen_k, scale,
+                        softcap, alibi, bias, score_aux, GRAD, q.dtype == tl.float32,
                     )  # fmt: skip
 
     offs_m = own_m + tl.arange(0, BLOCK_M)
@@ -107,7 +108,8 @@ def gradient(q, k, v, dout, lse, delta, dbias, call):
     programs = dbias.shape[0] * dbias.shape[1] * -(-dbias.shape[2] // block) * -(-dbias.shape[3] // block)
     arguments = (
         q, k, v, dout, lse, delta, into, *call.strides(q, k, v, dout), into.stride(),
-        tuple(dbias.shape), batch, call.aux, call.score_aux, *call.window, *call.changes, call.packed, *call.sizes,
+        tuple(dbias.shape), batch, call.aux, call.score_aux, *call.window, *call.changes,
+        call.dropout, call.packed, *call.sizes,
     )  # fmt: skip
     constants = {
         "CAUSAL": call.causal, "MASK": call.mask[0], "KEYS": call.mask[1], "SCORE": call.score[0],

@@ -72,6 +72,15 @@ def keep_tile(seed, offset, b, h, i, j, threshold):
     return r >= threshold
 
 
+@triton.jit
+def thinned(x, dropout, b, h, i, j):
+    """Return a tile, 0 where it is dropped, else scaled up; dropout: (seed and offset, threshold, scale), or None."""
+    if dropout is not None:
+        keep = keep_tile(tl.load(dropout[0]), tl.load(dropout[0] + 1), b, h, i, j, dropout[1])
+        x = tl.where(keep, x * dropout[2], 0.0)
+    return x
+
+
 def threshold_of(dropout_p):
     """Return the int32 that a random int32 reaches with probability 1 - dropout_p, rounded to 2**-32.
 

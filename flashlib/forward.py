@@ -10,6 +10,7 @@ import torch
 
 from flashlib import tiles
 from flashlib.device import tl, triton
+from flashlib.dropout import thinned
 from flashlib.mods import changed, key_range, visible
 from flashlib.options import NO_CHANGE, call_of
 from flashlib.tiles import load_tile, packed_tile, spans, store_tile
@@ -21,7 +22,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, stride_q, stride_k, stride_v, stride_out, aux, score_aux,
-    left, right, softcap, alibi, bias, sinks_ptr, packed, nheads, group, seqlen_q, seqlen_k, scale, qk_scale,
+    left, right, softcap, alibi, bias, dropout, sinks_ptr, packed, nheads, group, seqlen_q, seqlen_k, scale, qk_scale,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, KEYS: tl.constexpr, SCORE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLS: tl.constexpr, COLS_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, FOLD: tl.constexpr,
@@ -85,6 +86,8 @@ def _forward_kernel(
         v = load_tile(
             v_ptr, stride_v, b, h_kv, first_n, seqlen_k, BLOCK_N, COLS_V, HEAD_DIM_V, DESCRIPTOR, WIDE, start_k,
         )  # fmt: skip
+        # The denominator has all of p: dropout takes away values only.
+        p = thinned(p, dropout, b, h, i, j)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION, out_dtype=ACC)
         m_i = m_new
 
@@ -118,7 +121,7 @@ def forward(q, k, v, options):
     plan = tiles.plan("forward", q, v, call.triangular, (k, v), call.lanes)
     arguments = (
         q, *plan.loaded(k, v), out, lse, *call.strides(q, k, v, out), call.aux, call.score_aux,
-        *call.window, *call.changes, tiles.pointer(options.sinks), call.packed, *call.sizes,
+        *call.window, *call.changes, call.dropout, tiles.pointer(options.sinks), call.packed, *call.sizes,
     )  # fmt: skip
     constants = {
         "CAUSAL": call.causal, "MASK": call.mask[0], "KEYS": call.mask[1], "SCORE": call.score[0],
@@ -126,7 +129,10 @@ def forward(q, k, v, options):
     }  # fmt: skip
     with tiles.on_device_of(q):
         tiles.launch(
-            _forward_kernel, call.programs(0, plan.tile.block_m, q.shape[0]), arguments, constants | plan.constants
+            _forward_kernel,
+            call.programs(0, plan.tile.block_m, q.shape[0]),
+            arguments,
+            constants | call.constants(plan),
         )
         if call.packed is not None:
             tiles.fill_tails(options.cu_q, (out, 0.0), (lse[..., None], float("-inf")))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashlib import tiles
 from flashlib.device import triton
+from flashlib.dropout import seed_for, threshold_of
 from flashlib.mods import LOG2_E, Mask, Score, registered
 
 # Who computes: None is the best one here. A further backend gets its name here and its call in `attention._forward`
@@ -62,7 +63,8 @@ class Call(NamedTuple):
     """The arguments and constants that all kernels of one call share.
 
     causal, window: which keys a query's place lets it see, window as (left, right). mask: (fn, keys, queries); score:
-    (fn, grad). changes: softcap, and slopes and bias each with its strides. packed: (cu_q, cu_k, batch). sizes: the
+    (fn, grad). changes: softcap, and slopes and bias each with its strides. dropout: seed and
+    offset, threshold, scale. packed: (cu_q, cu_k, batch). sizes: the
     kernels' last arguments, from nheads to qk_scale.
     lanes: lanes that hold the batch of a packed call.
     """
@@ -74,6 +76,7 @@ class Call(NamedTuple):
     aux: tuple
     score_aux: tuple
     changes: tuple
+    dropout: tuple | None
     packed: tuple | None
     sizes: tuple
     lanes: int | None
@@ -82,6 +85,10 @@ class Call(NamedTuple):
     def triangular(self):
         """Whether tiles of queries see different numbers of keys."""
         return self.causal or self.window != (None, None)
+
+    def constants(self, plan):
+        """Return a plan's constants; tiles of a bias are large, and not loaded ahead into shared memory."""
+        return plan.constants if self.changes[2] is None else plan.constants | {"num_stages": 1}
 
     def strides(self, *tensors):
         """Return the strides of tensors, one tuple each; all packed sequences lie in one batch."""
@@ -102,7 +109,9 @@ def call_of(q, k, options):
     """Return the Call for tensors (batch, nheads, seqlen, head_dim), or packed ones (1, nheads, total, head_dim)."""
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     causal, window = positions(options.left, options.right, seqlen_q, seqlen_k)
-    packed = lanes = None
+    packed = lanes = dropout = None
+    if options.dropout_p:
+        dropout = options.seed, threshold_of(options.dropout_p), 1 / (1 - options.dropout_p)
     changes = options.softcap, _with_strides(options.slopes, 2), _with_strides(options.bias, 4)
     if options.cu_q is not None:
         packed = options.cu_q, options.cu_k, options.cu_q.shape[0] - 1
@@ -111,7 +120,7 @@ def call_of(q, k, options):
     sizes = q.shape[1], q.shape[1] // k.shape[1], seqlen_q, seqlen_k, options.scale, options.scale * LOG2_E.value
     return Call(
         causal, window, registered(options.mask, 3), registered(options.score, 2),
-        tiles.pointers(mask_aux), tiles.pointers(score_aux), changes, packed, sizes, lanes,
+        tiles.pointers(mask_aux), tiles.pointers(score_aux), changes, dropout, packed, sizes, lanes,
     )  # fmt: skip
 
 
@@ -222,8 +231,10 @@ def options_of(
         bias = _checked_bias(bias, q, shape)
     if sinks is not None:
         _check_sinks(sinks, q, shape)
-    if dropout_p != 0.0:
-        raise ValueError(f"dropout_p must be 0.0, because dropout is not offered yet, got {dropout_p!r}")
+    if not (_is_number(dropout_p) and 0 <= dropout_p < 1) or isinstance(dropout_p, bool):
+        raise ValueError(f"dropout_p must be a number in [0, 1), got {dropout_p!r}")
+    # Without dropout a seed is checked all the same, and none is drawn.
+    seed = seed_for(dropout_seed, q.device) if dropout_p or dropout_seed is not None else None
     if mask is not None and not isinstance(mask, Mask):
         raise ValueError(f"mask must be a flashlib.mods.Mask or None, got {type(mask).__name__}")
     if score is not None and not isinstance(score, Score):
@@ -231,8 +242,9 @@ def options_of(
     # Causal is a window that ends at one's own place.
     return Options(
         bias, sinks, left, 0 if causal else right, q.shape[-1] ** -0.5 if scale is None else float(scale),
-        None if softcap is None else float(softcap), 0.0, mask.key if mask else "", score.key if score else "",
-        len(mask.aux) if mask else 0, alibi_slopes, None, cu_q, cu_k,
+        None if softcap is None else float(softcap), float(dropout_p),
+        mask.key if mask else "", score.key if score else "",
+        len(mask.aux) if mask else 0, alibi_slopes, seed if dropout_p else None, cu_q, cu_k,
         [*(mask.aux if mask else ()), *(score.aux if score else ())],
     )  # fmt: skip
 

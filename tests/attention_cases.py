@@ -8,6 +8,7 @@ import torch
 
 from flashlib import device, reference
 from flashlib.attention import flash_attention
+from flashlib.dropout import keep_mask
 
 DEVICE = device.kernel_device()
 ON_GPU = DEVICE == "cuda"
@@ -53,7 +54,9 @@ def poisoned():
         torch.use_deterministic_algorithms(False)
 
 
-def plain_attention(q, k, v, seen, scale, *, softcap=None, alibi_slopes=None, bias=None, sinks=None, added=None):
+def plain_attention(
+    q, k, v, seen, scale, *, softcap=None, alibi_slopes=None, bias=None, sinks=None, added=None, keep=None
+):
     """Compute (out, lse) as plain PyTorch does: matmul, softmax, matmul, each rounded to the dtype."""
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
@@ -66,11 +69,16 @@ def plain_attention(q, k, v, seen, scale, *, softcap=None, alibi_slopes=None, bi
     s = s.masked_fill(~seen, -math.inf)
     if sinks is not None:
         s = torch.cat([s, sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)], -1)
-        return torch.softmax(s, -1)[..., :-1] @ v, torch.logsumexp(s, -1)
+        return kept(torch.softmax(s, -1)[..., :-1], keep) @ v, torch.logsumexp(s, -1)
     some = seen.any(-1, keepdim=True)
     s = torch.where(some, s, 0.0)
     p = torch.where(some, torch.softmax(s, -1), 0.0)
-    return p @ v, torch.logsumexp(s, -1)
+    return kept(p, keep) @ v, torch.logsumexp(s, -1)
+
+
+def kept(p, keep):
+    """Return the weights after dropout; keep: (which are kept, dropout_p), or None."""
+    return p if keep is None else torch.where(keep[0], p / (1 - keep[1]), 0.0)
 
 
 def alibi(slopes, seqlen_q, seqlen_k):
@@ -105,7 +113,7 @@ def run(function, tensors, dout, dlse, chosen=None):
 
 def check(
     q, k, v, *, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None, bias=None, sinks=None,
-    dense=None, added=None, backward=True, layout_dout="contiguous", **hooks,
+    dropout_p=0.0, dropout_seed=None, dense=None, added=None, backward=True, layout_dout="contiguous", **hooks,
 ):  # fmt: skip
     """Run flash_attention against the float64 oracle and hold every tensor's error against plain PyTorch's.
 
@@ -127,25 +135,59 @@ def check(
     finite = some if sinks is None else torch.ones_like(some)
     dout = tensor((*q.shape[:3], v.shape[3]), q.dtype, layout_dout, seed=9, place=q.device)
     dlse = torch.randn(q.shape[:3], dtype=torch.float32, device=q.device)
-    numbers = {"scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes}
+    numbers = {"scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes, "dropout_p": dropout_p}
+    keep = None
+    if dropout_p:
+        mask = keep_mask(*dropout_seed.tolist(), dropout_p, *q.shape[:3], seqlen_k)
+        keep = torch.from_numpy(mask).to(q.device)
 
     def oracle(q, k, v, bias, sinks):
         if added is not None:
             bias = added.double()
         return reference.attention(
-            q, k, v, causal=causal, window=window, mask=dense, bias=bias, sinks=sinks, return_lse=True, **numbers
+            q,
+            k,
+            v,
+            causal=causal,
+            window=window,
+            mask=dense,
+            bias=bias,
+            sinks=sinks,
+            keep=keep,
+            return_lse=True,
+            **numbers,
         )
 
     def plain(q, k, v, bias, sinks):
         # Where a key is hidden by the bias, 0 stands for -inf, which `seen` has already.
         bias = None if bias is None else torch.where(bias == -math.inf, 0.0, bias)
         return plain_attention(
-            q, k, v, seen, value, softcap=softcap, alibi_slopes=alibi_slopes, bias=bias, sinks=sinks, added=added
+            q,
+            k,
+            v,
+            seen,
+            value,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            bias=bias,
+            sinks=sinks,
+            added=added,
+            keep=None if keep is None else (keep, dropout_p),
         )
 
     def ours(q, k, v, bias, sinks):
         return flash_attention(
-            q, k, v, causal=causal, window=window, bias=bias, sinks=sinks, return_lse=True, **numbers, **hooks
+            q,
+            k,
+            v,
+            causal=causal,
+            window=window,
+            bias=bias,
+            sinks=sinks,
+            dropout_seed=dropout_seed,
+            return_lse=True,
+            **numbers,
+            **hooks,
         )
 
     inputs = q, k, v, bias, sinks

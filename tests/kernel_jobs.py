@@ -21,6 +21,7 @@ FEATURES = {
     "softcap": {"softcap": "fp32"},
     "alibi": {"alibi": ["*fp32", 0, 1]},
     "bias": {"bias": ["*fp32", "i32", "i32", "i32", 1]},
+    "dropout": {"dropout": ["*i64", "i32", "fp32"]},
     "sinks": {"sinks_ptr": "*fp32"},
     "gqa": {"group": "i32"},
     "packed": {"packed": ["*i32", "*i32", "i32"]},
@@ -54,10 +55,10 @@ def job(kernel, dtype, head_dim, causal, capability, tile=None, descriptors=None
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "PRECISION": "tf32x3" if capability >= 80 else "ieee",
-        "DESCRIPTOR": descriptors,
+        "DESCRIPTOR": descriptors * (2 if feature == "packed" else 1),
         "WIDE": False,
         "LANES": 64 if feature == "packed" else None,
-        **dict.fromkeys(("left", "right", "softcap", "alibi", "bias", "packed")),
+        **dict.fromkeys(("left", "right", "softcap", "alibi", "bias", "dropout", "packed")),
     }
     constants |= {"FOLD": True, "sinks_ptr": None} if kernel == "forward" else {"GRAD": None}
     constants |= {"QUERIES": None} if kernel == "dkdv" else {"KEYS": None}
@@ -71,6 +72,10 @@ def job(kernel, dtype, head_dim, causal, capability, tile=None, descriptors=None
         "signature": signature,
         "constexprs": constants,
         "capability": capability,
-        "options": {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "maxnreg": tile.max_registers},
+        "options": {
+            "num_warps": tile.num_warps,
+            "num_stages": 1 if feature == "bias" else tile.num_stages,
+            "maxnreg": tile.max_registers,
+        },
         "divisible": [*strides, "seqlen_q", "seqlen_k"],
     }

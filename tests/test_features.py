@@ -16,7 +16,7 @@ from flashlib.attention import flash_attention
 from flashlib.meter import Meter
 from flashlib.mods import Mask, Score
 
-NAMES = ("causal", "window", "softcap", "alibi", "bias", "sinks", "gqa", "mask", "score")
+NAMES = ("causal", "window", "softcap", "alibi", "bias", "sinks", "gqa", "mask", "score", "dropout")
 
 
 def random(*shape, seed=0, dtype=torch.float32):
@@ -39,6 +39,8 @@ def options(names, q, seqlen_k):
         found["bias"] = random(nheads, seqlen_q, seqlen_k, seed=2)
     if "sinks" in names:
         found["sinks"] = random(nheads, seed=3)
+    if "dropout" in names:
+        found["dropout_p"], found["dropout_seed"] = 0.3, torch.tensor([2**40 + 7, 5], device=DEVICE)
     if "mask" in names:
         documents = [(torch.arange(n, device=DEVICE) // 25).int().repeat(batch, 1) for n in (seqlen_q, seqlen_k)]
         found["mask"] = Mask(same_document, aux=documents)
@@ -393,6 +395,25 @@ def test_compiled_differentiated_and_not_twice():
         grad.sum().backward()
 
 
+def test_dropout_repeats_with_the_seed_and_differs_without():
+    q, k, v = qkv(1, 2, 20, 30, 16)
+    torch.manual_seed(0)
+    first, second = (flash_attention(q, k, v, dropout_p=0.5) for _ in range(2))
+    torch.manual_seed(0)
+    assert torch.equal(flash_attention(q, k, v, dropout_p=0.5), first)
+    assert not torch.equal(first, second)
+    _, lse = flash_attention(q, k, v, dropout_p=0.5, return_lse=True)
+    assert torch.equal(flash_attention(q, k, v, return_lse=True)[1], lse)
+
+
+def test_what_is_dropped_does_not_depend_on_tiles(monkeypatch):
+    q, k, v = qkv(1, 1, 70, 90, 16)
+    seed = torch.tensor([1, 2], device=DEVICE)
+    want = flash_attention(q, k, v, dropout_p=0.4, dropout_seed=seed)
+    monkeypatch.setattr(tiles, "tile_for", lambda *_: tiles.Tile(64, 16, 4, 1))
+    torch.testing.assert_close(flash_attention(q, k, v, dropout_p=0.4, dropout_seed=seed), want, rtol=1e-4, atol=1e-5)
+
+
 def test_a_backward_may_be_nondeterministic_but_is_not():
     q, k, v = qkv(1, 1, 8, 8, 16)
     assert torch.equal(flash_attention(q, k, v, deterministic=False), flash_attention(q, k, v, backend="portable"))
@@ -467,6 +488,10 @@ def test_fuzz(data):
         ({"sinks": 0.0}, "sinks must be a tensor of floats or None, got float"),
         ({"sinks": torch.ones(1)}, r"sinks must have shape \(2,\), got \(1,\)"),
         ({"sinks": torch.ones(2, device="meta")}, "sinks must be on the device of q"),
+        ({"dropout_p": 1.0}, r"dropout_p must be a number in \[0, 1\), got 1.0"),
+        ({"dropout_p": -0.1}, r"dropout_p must be a number in \[0, 1\), got -0.1"),
+        ({"dropout_p": None}, r"dropout_p must be a number in \[0, 1\), got None"),
+        ({"dropout_p": 0.1, "dropout_seed": 3}, "dropout_seed must be an int64 tensor of two numbers or None, got 3"),
         ({"deterministic": 1}, "deterministic must be True or False, got 1"),
         ({"backend": "cudnn"}, "backend must be one of .*'portable'.* got 'cudnn'"),
     ],

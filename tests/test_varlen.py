@@ -12,6 +12,7 @@ from test_mods import squash, squash_grad
 from flashlib import reference
 from flashlib.attention import flash_attention
 from flashlib.device import tl, triton  # noqa: F401
+from flashlib.dropout import keep_mask
 from flashlib.mods import Mask, Score
 from flashlib.varlen import flash_attention_varlen
 
@@ -153,6 +154,25 @@ def test_neighbours_do_not_show():
             x[cu[4] :] = math.nan
     rows = slice(int(cu_q[2]), int(cu_q[3]))
     assert torch.equal(flash_attention_varlen(q, k, v, cu_q, cu_k, 40, 70)[rows], out[rows])
+
+
+def test_dropout_of_each_sequence():
+    q, k, v, cu_q, cu_k = packed(EMPTY, behind=0)
+    seed = torch.tensor([3, 4], device=DEVICE)
+    options = {"causal": True, "dropout_p": 0.3}
+    out = flash_attention_varlen(q, k, v, cu_q, cu_k, 40, 70, dropout_seed=seed, **options)
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    keep = torch.from_numpy(keep_mask(3, 4, 0.3, 5, 4, 40, 70)).to(DEVICE)
+    parts = []
+    for b, (seqlen_q, seqlen_k) in enumerate(EMPTY):
+        alone = [one(x, cu, b) for x, cu in zip(leaves, (cu_q, cu_k, cu_k), strict=True)]
+        part = reference.attention(*alone, keep=keep[b : b + 1, :, :seqlen_q, :seqlen_k], **options)
+        parts.append(part[0].transpose(0, 1))
+    want = torch.cat(parts)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-4)
+    got = torch.autograd.grad(out.square().sum(), (q, k, v))
+    for a, b in zip(got, torch.autograd.grad(want.square().sum(), leaves), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-3)
 
 
 def test_any_strides():
