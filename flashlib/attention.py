@@ -13,11 +13,38 @@ from torch.autograd.forward_ad import unpack_dual
 from flashlib import backward, bias, forward, tiles
 from flashlib.options import SCHEMA, Options, call_of, check_tensors, options_of
 
+# The shortest sequence of queries at which the Hopper kernel was timed against the portable one.
+HOPPER_FROM = 1024
+
 # --- the op --------------------------------------------------------------------------------------------------------
 
 
 def _forward(q, k, v, *options):
-    return forward.forward(q, k, v, Options(*options))
+    options = Options(*options)
+    if options.backend != "portable":
+        reason = _not_hopper(q, k, v, options)
+        if reason is None:
+            from flashlib import hopper
+
+            return hopper.forward(q, k, v, options.right == 0, options.scale)
+        if options.backend == "hopper":
+            raise ValueError(f'backend must be None or "portable" for this call, got "hopper", which {reason}')
+    return forward.forward(q, k, v, options)
+
+
+def _not_hopper(q, k, v, options):
+    """Say why the Hopper kernel does not compute this call, or return None if it does."""
+    if tiles.architecture_of(q.device) != 90:
+        return "needs a Hopper GPU (compute capability 9.0)"
+    asked = options.left, options.softcap, options.slopes, options.bias, options.sinks, options.cu_q
+    if any(x is not None for x in asked) or options.right or options.dropout_p or options.mask or options.score:
+        return "knows no window, softcap, ALiBi, bias, sinks, dropout, mask, score or packed sequences"
+    narrow = max(q.shape[3], v.shape[3]) <= 32
+    if options.backend != "hopper" and (narrow or q.shape[2] < HOPPER_FROM):
+        return "was not measured to be faster here"
+    from flashlib import hopper
+
+    return hopper.applies(q, k, v)
 
 
 def _forward_fake(q, k, v, *options):
@@ -75,14 +102,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(q, k, v, bias, sinks, *options):
-        # The other 12 options of the op, and the tensors of hooks, which the op takes as a list.
-        return torch.ops.flashlib.forward(q, k, v, bias, sinks, *options[:12], options[12:])
+        # The other 13 options of the op, and the tensors of hooks, which the op takes as a list.
+        return torch.ops.flashlib.forward(q, k, v, bias, sinks, *options[:13], options[13:])
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        # Eight numbers and names stand between the tensors.
-        ctx.numbers = inputs[5:13]
-        ctx.save_for_backward(*output, *inputs[:5], *inputs[13:])
+        # Nine numbers and names stand between the tensors.
+        ctx.numbers = inputs[5:14]
+        ctx.save_for_backward(*output, *inputs[:5], *inputs[14:])
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -101,8 +128,8 @@ class _Attention(torch.autograd.Function):
 
 
 def _gradients(*arguments):
-    # What follows the 25 arguments that are always there are the tensors of hooks.
-    return torch.ops.flashlib.backward(*arguments[:25], arguments[25:])
+    # What follows the 26 arguments that are always there are the tensors of hooks.
+    return torch.ops.flashlib.backward(*arguments[:26], arguments[26:])
 
 
 class _AttentionGrad(torch.autograd.Function):
@@ -155,9 +182,10 @@ def flash_attention(
         mask: `mods.Mask`, which keys a query sees; None for all.
         score: `mods.Score`, a change of the scores; None for none.
         return_lse: also return the natural logarithm of each row's sum of exponentials, the maximum included.
-        deterministic: gradients have the same bits every run. False allows a backend to be faster; this one is always
-            deterministic.
-        backend: None for the best one here, or "portable", the only one so far.
+        deterministic: gradients have the same bits every run. False would allow a backend to be faster; the one there is
+            is always deterministic.
+        backend: who computes the forward: "portable", "hopper" (a ValueError where it cannot), or None for the best one
+            here; `attention.backend_of` tells which that is. The backward is always the portable one.
 
     Returns:
         out (batch, nheads, seqlen_q, head_dim_v), dtype of q (under autocast, the autocast dtype); or (out, lse), lse
@@ -190,6 +218,30 @@ def attend(q, k, v, options):
     if (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)) or _dual(*inputs):
         return _Attention.apply(q, k, v, *options[:-1], *options.aux)
     return torch.ops.flashlib.forward(q, k, v, *options)
+
+
+def backend_of(q, k, v, **options):
+    """Return which backend computes the forward of `flash_attention(q, k, v, **options)`: "portable" or "hopper"."""
+    q, k, v = autocast(q, k, v)
+    check_tensors(q, k, v)
+    names = [
+        "causal",
+        "window",
+        "scale",
+        "softcap",
+        "alibi_slopes",
+        "bias",
+        "sinks",
+        "dropout_p",
+        "dropout_seed",
+        "mask",
+        "score",
+    ]
+    given = {"causal": False, "dropout_p": 0.0} | options
+    asked = options_of(
+        q, (*q.shape[:3], k.shape[2]), *map(given.get, names), given.get("deterministic", True), given.get("backend")
+    )
+    return "hopper" if asked.backend != "portable" and _not_hopper(q, k, v, asked) is None else "portable"
 
 
 def _dual(*tensors):

@@ -17,9 +17,8 @@ from flashlib.device import triton
 from flashlib.dropout import seed_for, threshold_of
 from flashlib.mods import LOG2_E, Mask, Score, registered
 
-# Who computes: None is the best one here. A further backend gets its name here and its call in `attention._forward`
-# and `attention._backward`.
-BACKENDS = (None, "portable")
+# Who computes the forward: None is the best one here.
+BACKENDS = (None, "portable", "hopper")
 # `Call.changes` of scores that stay as they are.
 NO_CHANGE = (None, None, None)
 # Shapes, dtypes and devices of calls that were found right.
@@ -29,7 +28,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # How a custom op declares Options.
 SCHEMA = (
     "Tensor? bias, Tensor? sinks, SymInt? left, SymInt? right, float scale, float? softcap, float dropout_p, str mask, "
-    "str score, int n_mask, Tensor? slopes, Tensor? seed, Tensor? cu_q, Tensor? cu_k, Tensor[] aux"
+    "str score, int n_mask, str backend, Tensor? slopes, Tensor? seed, Tensor? cu_q, Tensor? cu_k, Tensor[] aux"
 )
 
 
@@ -38,8 +37,8 @@ class Options(NamedTuple):
 
     bias: (batch, nheads, seqlen_q, seqlen_k), 1 where it is the same for all. sinks: (nheads,). left, right: the
     window; causal is right = 0. scale, softcap, dropout_p: numbers. mask, score: keys of hooks, "" for none; n_mask:
-    how many tensors of aux are the mask's. slopes: (nheads,) or (batch, nheads). seed: of the dropout. cu_q, cu_k:
-    where packed sequences begin. aux: the tensors of mask and score.
+    how many tensors of aux are the mask's. backend: who computes the forward, "" for the best one. slopes: (nheads,)
+    or (batch, nheads). seed: of the dropout. cu_q, cu_k: where packed sequences begin. aux: the tensors of mask and score.
     """
 
     bias: object = None
@@ -52,6 +51,7 @@ class Options(NamedTuple):
     mask: str = ""
     score: str = ""
     n_mask: int = 0
+    backend: str = ""
     slopes: object = None
     seed: object = None
     cu_q: object = None
@@ -244,7 +244,7 @@ def options_of(
         bias, sinks, left, 0 if causal else right, q.shape[-1] ** -0.5 if scale is None else float(scale),
         None if softcap is None else float(softcap), float(dropout_p),
         mask.key if mask else "", score.key if score else "",
-        len(mask.aux) if mask else 0, alibi_slopes, seed if dropout_p else None, cu_q, cu_k,
+        len(mask.aux) if mask else 0, backend or "", alibi_slopes, seed if dropout_p else None, cu_q, cu_k,
         [*(mask.aux if mask else ()), *(score.aux if score else ())],
     )  # fmt: skip
 

@@ -127,12 +127,12 @@ def test_backward_returns_one_gradient_for_each_argument():
     q, k, v, dout = inputs((1, 1, 8, 8, 16))
     out, lse = flash_attention(q, k, v, return_lse=True)
     for aux in ([], [torch.zeros(1, device=DEVICE)]):
-        # 17 arguments, and the tensors of hooks.
-        bias, sinks, *numbers = Options(scale=0.25, n_mask=len(aux))[:10]
+        # 18 arguments, and the tensors of hooks.
+        bias, sinks, *numbers = Options(scale=0.25, n_mask=len(aux))[:11]
         kept = SimpleNamespace(saved_tensors=(out, lse, q, k, v, bias, sinks, *[None] * 4, *aux), numbers=numbers)
-        kept.needs_input_grad = (True, True, True, *[False] * (14 + len(aux)))
+        kept.needs_input_grad = (True, True, True, *[False] * (15 + len(aux)))
         returned = _Attention.backward(kept, dout, None)
-        assert [x is not None for x in returned] == [True] * 3 + [False] * (14 + len(aux))
+        assert [x is not None for x in returned] == [True] * 3 + [False] * (15 + len(aux))
 
 
 def test_a_backward_that_assumes_causal_is_right_only_where_the_mask_takes_nothing():
