@@ -182,8 +182,8 @@ def flash_attention(
         mask: `mods.Mask`, which keys a query sees; None for all.
         score: `mods.Score`, a change of the scores; None for none.
         return_lse: also return the natural logarithm of each row's sum of exponentials, the maximum included.
-        deterministic: gradients have the same bits every run. False would allow a backend to be faster; the one there is
-            is always deterministic.
+        deterministic: gradients have the same bits every run. False would allow a backend to be faster; this one is
+            deterministic either way.
         backend: who computes the forward: "portable", "hopper" (a ValueError where it cannot), or None for the best one
             here; `attention.backend_of` tells which that is. The backward is always the portable one.
 
@@ -224,23 +224,10 @@ def backend_of(q, k, v, **options):
     """Return which backend computes the forward of `flash_attention(q, k, v, **options)`: "portable" or "hopper"."""
     q, k, v = autocast(q, k, v)
     check_tensors(q, k, v)
-    names = [
-        "causal",
-        "window",
-        "scale",
-        "softcap",
-        "alibi_slopes",
-        "bias",
-        "sinks",
-        "dropout_p",
-        "dropout_seed",
-        "mask",
-        "score",
-    ]
-    given = {"causal": False, "dropout_p": 0.0} | options
-    asked = options_of(
-        q, (*q.shape[:3], k.shape[2]), *map(given.get, names), given.get("deterministic", True), given.get("backend")
-    )
+    names = ("causal", "window", "scale", "softcap", "alibi_slopes", "bias", "sinks", "dropout_p", "dropout_seed")
+    names += ("mask", "score", "deterministic", "backend")
+    given = {"causal": False, "dropout_p": 0.0, "deterministic": True} | options
+    asked = options_of(q, (*q.shape[:3], k.shape[2]), *map(given.get, names))
     return "hopper" if asked.backend != "portable" and _not_hopper(q, k, v, asked) is None else "portable"
 
 

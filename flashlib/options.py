@@ -38,7 +38,7 @@ class Options(NamedTuple):
     bias: (batch, nheads, seqlen_q, seqlen_k), 1 where it is the same for all. sinks: (nheads,). left, right: the
     window; causal is right = 0. scale, softcap, dropout_p: numbers. mask, score: keys of hooks, "" for none; n_mask:
     how many tensors of aux are the mask's. backend: who computes the forward, "" for the best one. slopes: (nheads,)
-    or (batch, nheads). seed: of the dropout. cu_q, cu_k: where packed sequences begin. aux: the tensors of mask and score.
+    or (batch, nheads). seed: of the dropout. cu_q, cu_k: where packed sequences begin. aux: the tensors of the hooks.
     """
 
     bias: object = None
