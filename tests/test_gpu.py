@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from attention_cases import ON_GPU, allowed, check, error, gradients, plain_attention, seen_by, tensor
+from attention_cases import ON_GPU, allowed, check, error, plain_attention, run, seen_by, tensor
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_forward import LAYOUTS, qkv
@@ -139,8 +139,8 @@ def test_a_real_size(causal):
         def plain(*qkv):
             return plain_attention(*qkv, seen, 128**-0.5)
 
-        want = gradients(oracle, [x.double() for x in head], dout[b : b + 1, h : h + 1].double(), *gone)
-        base = gradients(plain, head, dout[b : b + 1, h : h + 1], *gone)
+        want = run(oracle, [x.double() for x in head], dout[b : b + 1, h : h + 1].double(), *gone)
+        base = run(plain, head, dout[b : b + 1, h : h + 1], *gone)
         for x, near, exact in zip(got, base, want, strict=True):
             assert error(x.detach()[b : b + 1, h : h + 1], exact) <= allowed(near, exact, torch.bfloat16)
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_cases import ON_GPU, allowed, error, plain_attention, poisoned, seen_by, tensor
+from attention_cases import ON_GPU, allowed, check, error, plain_attention, poisoned, seen_by, tensor
 
-from flashlib import device, hopper, reference, tiles
+from flashlib import device, flash_attention, hopper, reference, tiles
+from flashlib.attention import backend_of
 
 HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -197,3 +198,33 @@ class TestOnGpu:
                     graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for one in results for a, b in zip(one, first, strict=True))
+
+
+# --- the public op ---------------------------------------------------------------------------------------------------
+
+
+def test_where_it_does_not_apply_the_portable_kernel_does_unless_it_is_forced():
+    q = torch.randn(1, 2, 20, 16)
+    place = device.kernel_device()
+    q = q.to(place)
+    assert backend_of(q, q, q, causal=True) == "portable"
+    with pytest.raises(ValueError, match='got "hopper", which (needs a Hopper GPU|needs float16)'):
+        flash_attention(q, q, q, backend="hopper")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+def test_the_op_takes_it_and_its_gradients_are_right(head_dim, causal):
+    q, k, v = (tensor((1, 4, n, head_dim), torch.bfloat16, seed=s) for s, n in enumerate((1100, 1300, 1300)))
+    assert backend_of(q, k, v, causal=causal) == "hopper"
+    check(q, k, v, causal=causal)
+    ours = flash_attention(q, k, v, causal=causal)
+    assert torch.equal(ours, flash_attention(q, k, v, causal=causal, backend="hopper"))
+    portable = flash_attention(q, k, v, causal=causal, backend="portable")
+    assert not torch.equal(ours, portable), "two kernels with the same bits: which one ran?"
+    torch.testing.assert_close(ours, portable, rtol=2e-2, atol=2e-2)
+    assert backend_of(q, k, v, window=(100, 0)) == "portable"
+    with pytest.raises(ValueError, match="knows no window"):
+        flash_attention(q, k, v, window=(100, 0), backend="hopper")
