@@ -6,9 +6,10 @@ import re
 import subprocess
 from pathlib import Path
 
+import attention_cases
 import pytest
 import torch
-from attention_cases import ON_GPU, allowed, check, error, plain_attention, poisoned, seen_by, tensor
+from attention_cases import ON_GPU, allowed, error, plain_attention, poisoned, seen_by, tensor
 
 from flashlib import device, flash_attention, hopper, reference, tiles
 from flashlib.attention import backend_of
@@ -208,7 +209,7 @@ def test_where_it_does_not_apply_the_portable_kernel_does_unless_it_is_forced():
     place = device.kernel_device()
     q = q.to(place)
     assert backend_of(q, q, q, causal=True) == "portable"
-    with pytest.raises(ValueError, match='got "hopper", which (needs a Hopper GPU|needs float16)'):
+    with pytest.raises(ValueError, match=r'got "hopper", which (needs a Hopper GPU|needs float16)'):
         flash_attention(q, q, q, backend="hopper")
 
 
@@ -219,7 +220,7 @@ def test_where_it_does_not_apply_the_portable_kernel_does_unless_it_is_forced():
 def test_the_op_takes_it_and_its_gradients_are_right(head_dim, causal):
     q, k, v = (tensor((1, 4, n, head_dim), torch.bfloat16, seed=s) for s, n in enumerate((1100, 1300, 1300)))
     assert backend_of(q, k, v, causal=causal) == "hopper"
-    check(q, k, v, causal=causal)
+    attention_cases.check(q, k, v, causal=causal)
     ours = flash_attention(q, k, v, causal=causal)
     assert torch.equal(ours, flash_attention(q, k, v, causal=causal, backend="hopper"))
     portable = flash_attention(q, k, v, causal=causal, backend="portable")
