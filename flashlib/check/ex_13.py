@@ -126,9 +126,10 @@ DECISION = Exercise(
     level=2,
     task=(
         "Write `keep_of(key, dropout_p, b, h, rows, keys)`: which weights of one tile are kept, `(len(rows), "
-        "len(keys))`, bool. `rows` and `keys` hold the *positions* of the tile's rows and keys in the sequence. Use one "
-        "call of `dropout.philox_numpy(counter, key)` for each weight, with the counter `(i, j, h, b)`, and the first of "
-        "its four numbers: a weight is kept where that number is at least `dropout_p` of the way from 0 to `2**32`."
+        "len(keys))`, bool. `rows` and `keys` hold the *positions* of the tile's rows and keys in the sequence. Use "
+        "one call of `dropout.philox_numpy(counter, key)` for each weight, with the counter `(i, j, h, b)`, and the "
+        "first of its four numbers: a weight is kept where that number is at least `dropout_p` of the way from 0 to "
+        "`2**32`."
     ),
     name="keep_of",
     stub='''def keep_of(key, dropout_p, b, h, rows, keys):
