@@ -155,12 +155,12 @@ def test_four_weights_share_one_call_in_both_orientations(transposed, capability
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("nheads_kv", "seqlen_q", "seqlen_k", "options"),
-    [(4, 37, 70, {}), (2, 70, 37, {"causal": True}), (1, 33, 65, {"causal": True, "window": (20, 0)}), (4, 1, 50, {})],
+    [(1, 33, 50, {}), (2, 50, 33, {"causal": True, "window": (20, 0)})],
 )
 def test_attention_is_exact_given_the_mask(dtype, nheads_kv, seqlen_q, seqlen_k, options):
     q, k, v = (
-        tensor((2, heads, seqlen, 16), dtype, seed=seed)
-        for seed, (heads, seqlen) in enumerate([(4, seqlen_q), (nheads_kv, seqlen_k), (nheads_kv, seqlen_k)])
+        tensor((1, heads, seqlen, 16), dtype, seed=seed)
+        for seed, (heads, seqlen) in enumerate([(2, seqlen_q), (nheads_kv, seqlen_k), (nheads_kv, seqlen_k)])
     )
     check(q, k, v, dropout_p=0.4, dropout_seed=torch.tensor(SEED, device=DEVICE), **options)
 
