@@ -6,9 +6,12 @@ import re
 import numpy as np
 import pytest
 import torch
+from attention_cases import check, tensor
 from dropout_kernels import mask_kernel, philox_kernel
+from kernel_jobs import job
 
 from flashlib import device, dropout
+from flashlib.attention import flash_attention
 from flashlib.device import triton
 
 DEVICE = device.kernel_device()
@@ -147,3 +150,36 @@ def multiplications(transposed, capability):
 def test_four_weights_share_one_call_in_both_orientations(transposed, capability):
     # A call has 40 products: 10 a weight if four share it, 40 if the compiler did not see that.
     assert multiplications(transposed, capability) < 11
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("nheads_kv", "seqlen_q", "seqlen_k", "options"),
+    [(1, 33, 50, {}), (2, 50, 33, {"causal": True, "window": (20, 0)})],
+)
+def test_attention_is_exact_given_the_mask(dtype, nheads_kv, seqlen_q, seqlen_k, options):
+    q, k, v = (
+        tensor((1, heads, seqlen, 16), dtype, seed=seed)
+        for seed, (heads, seqlen) in enumerate([(2, seqlen_q), (nheads_kv, seqlen_k), (nheads_kv, seqlen_k)])
+    )
+    check(q, k, v, dropout_p=0.4, dropout_seed=torch.tensor(SEED, device=DEVICE), **options)
+
+
+def test_the_offset_is_part_of_the_seed():
+    q, k, v = (tensor((1, 1, 20, 16), torch.float32, seed=seed) for seed in range(3))
+    outs = [
+        flash_attention(q, k, v, dropout_p=0.5, dropout_seed=torch.tensor([SEED[0], offset], device=DEVICE))
+        for offset in (5, 5, 6)
+    ]
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.skipif(not device._installed("triton"), reason="needs Triton")
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
+def test_dropout_compiles_for_hopper(kernel):
+    with_, without = device.compile_many(
+        [job(kernel, "bf16", 128, True, 90, feature=feature) for feature in ("dropout", None)]
+    )
+    # Philox multiplies; attention without it has no product of 32 bits that is as wide.
+    assert with_.ptx.count("mul.hi.u32") > without.ptx.count("mul.hi.u32") + 100
