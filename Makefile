@@ -40,7 +40,7 @@ gpu-test: venv ## on a machine with a GPU: every test of the kernels, compiled, 
 compile-test: venv ## compile the whole table of tiles for every card, GPU or not (long)
 	$(RUN) -m pytest -n $(JOBS) --maxprocesses 8 -q -rP -m compile tests
 
-bench: venv ## on a machine with a GPU: time flashlib beside the kernels found there, write the CSV, print a table
+bench: venv ## on a machine with a GPU: time flashlib beside the kernels found there: a CSV, a table, a chart
 	$(RUN) -m flashlib.bench attention
 
 book: venv ## build the book from the outputs stored in notebooks/

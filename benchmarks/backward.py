@@ -22,17 +22,15 @@ the largest difference of an entry of dq between any run and the first, in units
 """
 
 import argparse
-import csv
 import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from cost import machine, measure
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashlib import reference, tiles
+from flashlib import bench, reference, tiles
 from flashlib.attention import flash_attention
 from flashlib.backward_atomic import backward_atomic
 
@@ -45,7 +43,6 @@ TILES = (tiles.Tile(64, 128, 8, 2), tiles.Tile(64, 64, 4, 2), tiles.Tile(32, 64,
 FIELDS = [
     *("pass", "head_dim", "causal", "seqlen_q", "seqlen_k", "batch", "nheads", "nheads_kv", "dtype", "impl"),
     *("ms_p20", "ms_p50", "ms_p80", "tflops", "runs", "differ_dq", "differ_dk", "differ_dv", "share_dq", "spread_dq"),
-    *("gpu", "driver", "torch", "triton", "commit", "date"),
 ]
 
 
@@ -138,7 +135,7 @@ def best_tile(device, dtype, n, rounds):
     with torch.no_grad():
         out, lse = flash_attention(q, k, v, return_lse=True)
     calls = {tile: lambda tile=tile: backward_atomic(q, k, v, out, lse, dout, tile=tile) for tile in TILES}
-    times = {tile: p50 for tile, (_, p50, _) in measure(calls, rounds).items()}
+    times = {tile: bench.percentiles(ms)[1] for tile, ms in bench.time_in_turns(calls, rounds).items()}
     for tile, p50 in times.items():
         print(f"one pass, {tile}: {p50:.2f} ms", file=sys.stderr)
     return min(times, key=times.get)
@@ -154,19 +151,11 @@ def run_shape(batch, nheads, n, d, causal, device, dtype, tile, rounds, runs):
     shape = {"pass": "bwd", "head_dim": d, "causal": int(causal), "seqlen_q": n, "seqlen_k": n, "batch": batch}
     shape |= {"nheads": nheads, "nheads_kv": nheads, "dtype": {torch.bfloat16: "bf16"}.get(dtype, "fp32")}
     rows = []
-    for name, (p20, p50, p80) in measure(calls, rounds).items():
+    for name, ms in bench.time_in_turns(calls, rounds).items():
+        p20, p50, p80 = bench.percentiles(ms)
         row = {**shape, "impl": name, "ms_p20": p20, "ms_p50": p50, "ms_p80": p80, "tflops": flops / p50 / 1e9}
         rows.append(row | compare_runs(calls[name], runs))
     return rows
-
-
-def write(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({key: f"{value:.5g}" if isinstance(value, float) else value for key, value in row.items()})
 
 
 def main(arguments=None):
@@ -180,7 +169,7 @@ def main(arguments=None):
     if not options.smoke and not torch.cuda.is_available():
         raise RuntimeError("this benchmark needs a GPU; --smoke runs tiny shapes on the CPU")
 
-    names = machine(options.commit)
+    names = bench.machine(options.commit)
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     tokens, width, seqlens, rounds, runs = TOKENS, WIDTH, SEQLENS, options.rounds, options.runs
     if options.smoke:
@@ -194,9 +183,8 @@ def main(arguments=None):
         for n in seqlens:
             rows += run_shape(tokens // n, width // HEAD_DIM, n, HEAD_DIM, causal, device, dtype, tile, rounds, runs)
             print(f"causal {causal}, seqlen {n}: done after {time.perf_counter() - started:.0f} s", file=sys.stderr)
-    folder = "h200" if "H200" in names["gpu"] else names["gpu"].lower().replace(" ", "_")
-    out = options.out or Path(__file__).parent / "results" / folder / "backward.csv"
-    write(out, [{**row, **names} for row in rows])
+    out = options.out or bench.results_path("backward", names["gpu"])
+    bench.write_results(out, [{**row, **names} for row in rows], FIELDS)
     print(out)
 
 

@@ -1,8 +1,8 @@
 """Time attention as separate kernels against attention as one fused kernel, on the same inputs in the same run.
 
-Needs PyTorch and a GPU, nothing else. The recorded file was made on one NVIDIA H200:
+Needs a GPU, PyTorch and an importable `flashlib`. The recorded file was made on one NVIDIA H200:
 
-    python benchmarks/cost.py --out benchmarks/results/h200/cost.csv --commit $(git rev-parse --short HEAD)
+    PYTHONPATH=. python benchmarks/cost.py --out benchmarks/results/h200/cost.csv --commit $(git rev-parse --short HEAD)
 
     --out FILE     the CSV to write; default results/<gpu>/cost.csv beside this script
     --commit TEXT  the commit to record; default: what git says, or empty where git is not there
@@ -25,10 +25,6 @@ tflops counts them all.
 """
 
 import argparse
-import csv
-import datetime
-import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -36,6 +32,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flashlib import bench
 
 TOKENS = 16384
 WIDTH = 2048
@@ -45,7 +43,6 @@ DROPOUT = 0.1
 FIELDS = [
     *("pass", "head_dim", "causal", "seqlen_q", "seqlen_k", "batch", "nheads", "nheads_kv", "dtype", "impl"),
     *("ms_p20", "ms_p50", "ms_p80", "tflops", "gb_per_s", "peak_bytes"),
-    *("gpu", "driver", "torch", "triton", "commit", "date"),
 ]
 
 
@@ -146,57 +143,18 @@ def check_all(q, k, v, scale, hidden):
             raise RuntimeError(f"{name} must average 1 with some spread, got mean {mean:.4f}, spread {spread:.2e}")
 
 
-# --- clocks --------------------------------------------------------------------------------------------------------
-
-
-def timed(function):
-    """Return a function without arguments that gives the milliseconds of one call, read after synchronising."""
-    if not torch.cuda.is_available():
-        start = time.perf_counter()
-        function()
-        elapsed = 1e3 * (time.perf_counter() - start)
-        return lambda: elapsed
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    function()
-    end.record()
-    return lambda: start.elapsed_time(end)
-
-
-def synchronize():
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def measure(calls, rounds):
-    """Return {name: (p20, p50, p80) in milliseconds} of calls that take turns."""
-    for _ in range(3):
-        for function in calls.values():
-            function()
-    pending = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, function in calls.items():
-            pending[name].append(timed(function))
-        synchronize()
-    return {name: percentiles([read() for read in reads]) for name, reads in pending.items()}
-
-
-def percentiles(values):
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    tenths = statistics.quantiles(values, n=10, method="inclusive")
-    return tenths[1], statistics.median(values), tenths[7]
+# --- memory --------------------------------------------------------------------------------------------------------
 
 
 def peak_bytes(function):
     """Return the memory one call allocates at its peak, in bytes; None without a GPU."""
     if not torch.cuda.is_available():
         return None
-    synchronize()
+    torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     out = function()
-    synchronize()
+    torch.cuda.synchronize()
     del out
     return torch.cuda.max_memory_allocated() - before
 
@@ -231,7 +189,7 @@ def run_shape(batch, nheads, n, d, device, rounds):
         "dropout": lambda: dropout(p),
         "pv": lambda: pv(p, v),
     }
-    times = measure({**whole, **parts}, rounds)
+    times = bench.time_in_turns({**whole, **parts}, rounds)
 
     flops = 4 * batch * nheads * n * n * d
     square, narrow = batch * nheads * n * n * q.itemsize, batch * nheads * n * d * q.itemsize
@@ -239,7 +197,8 @@ def run_shape(batch, nheads, n, d, device, rounds):
     shape = {"pass": "fwd", "head_dim": d, "seqlen_q": n, "seqlen_k": n, "batch": batch, "nheads": nheads}
     shape |= {"nheads_kv": nheads, "dtype": "bf16"}
     rows = []
-    for name, (p20, p50, p80) in times.items():
+    for name, ms in times.items():
+        p20, p50, p80 = bench.percentiles(ms)
         row = {**shape, "ms_p20": p20, "ms_p50": p50, "ms_p80": p80}
         if name in whole:
             counted = flops / 2 if name.startswith("fa2_") else flops
@@ -259,9 +218,10 @@ def run_ceilings(device, rounds, side, elements):
     a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
     source = torch.randn(elements, device=device, dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    times = measure({"gemm": lambda: a @ b, "copy": lambda: target.copy_(source)}, rounds)
+    times = bench.time_in_turns({"gemm": lambda: a @ b, "copy": lambda: target.copy_(source)}, rounds)
     rows = []
-    for name, (p20, p50, p80) in times.items():
+    for name, ms in times.items():
+        p20, p50, p80 = bench.percentiles(ms)
         row = {"pass": "fwd", "dtype": "bf16", "impl": f"ceiling_{name}"}
         row |= {"ms_p20": p20, "ms_p50": p50, "ms_p80": p80}
         if name == "gemm":
@@ -272,45 +232,7 @@ def run_ceilings(device, rounds, side, elements):
     return rows
 
 
-# --- the file ------------------------------------------------------------------------------------------------------
-
-
-def output_of(*command):
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
-def machine(commit):
-    """Return the columns that name the machine, the versions, the commit and the day."""
-    cuda = torch.cuda.is_available()
-    try:
-        import triton
-
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = ""
-    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else ""
-    return {
-        "gpu": torch.cuda.get_device_name() if cuda else "cpu",
-        "driver": driver.splitlines()[0] if driver else "",
-        "torch": torch.__version__,
-        "triton": triton_version,
-        "commit": commit if commit is not None else output_of("git", "rev-parse", "--short", "HEAD"),
-        "date": datetime.date.today().isoformat(),
-    }
-
-
-def write(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({key: f"{value:.5g}" if isinstance(value, float) else value for key, value in row.items()})
+# --- all of it -----------------------------------------------------------------------------------------------------
 
 
 def main(arguments=None):
@@ -324,7 +246,7 @@ def main(arguments=None):
         raise RuntimeError("this benchmark needs a GPU; --smoke runs tiny shapes on the CPU")
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    names = machine(options.commit)
+    names = bench.machine(options.commit)
     tokens, width, head_dims, seqlens, rounds = TOKENS, WIDTH, HEAD_DIMS, SEQLENS, options.rounds
     side, elements = 8192, 2**29
     if options.smoke:
@@ -342,9 +264,8 @@ def main(arguments=None):
             if device == "cuda":
                 torch.cuda.empty_cache()
             print(f"head_dim {d}, seqlen {n}: done after {time.perf_counter() - started:.0f} s", file=sys.stderr)
-    folder = "h200" if "H200" in names["gpu"] else names["gpu"].lower().replace(" ", "_")
-    out = options.out or Path(__file__).parent / "results" / folder / "cost.csv"
-    write(out, [{**row, **names} for row in rows])
+    out = options.out or bench.results_path("cost", names["gpu"])
+    bench.write_results(out, [{**row, **names} for row in rows], FIELDS)
     print(out)
 
 

@@ -24,7 +24,6 @@ against the float64 oracle on the last heads before anything is timed: 2% of the
 """
 
 import argparse
-import csv
 import math
 import sys
 import time
@@ -248,18 +247,14 @@ def main():
             list(rows_of(name, device, dtype, 1, True))
             print(f"{name}: right, {time.perf_counter() - started:.0f} s")
         return
-    where = bench.machine() | ({"commit": options.commit} if options.commit else {})
-    folder = where["gpu"].lower().replace("nvidia ", "").replace(" ", "_")
-    out = options.out or bench.RESULTS / folder / "features.csv"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        for name in options.only:
-            for row in rows_of(name, device, dtype, options.rounds, False):
-                writer.writerow(row | where)
-            file.flush()
-            torch.cuda.empty_cache()
+    where = bench.machine(options.commit)
+    out = options.out or bench.results_path("features", where["gpu"])
+    rows = []
+    for name in options.only:
+        rows += [row | where for row in rows_of(name, device, dtype, options.rounds, False)]
+        # After each case, so that what is measured is not lost with a later one.
+        bench.write_results(out, rows, FIELDS)
+        torch.cuda.empty_cache()
     print(f"written to {out}")
 
 

@@ -22,7 +22,6 @@ halved if causal. Results are held against float64 before anything is timed.
 """
 
 import argparse
-import csv
 import functools
 import sys
 import time
@@ -32,9 +31,9 @@ from pathlib import Path
 from flashlib import device, forward_steps  # isort: skip
 
 import torch
-from cost import FIELDS, fused, machine
-from fused_softmax import measure
+from cost import FIELDS, fused
 
+from flashlib import bench
 from flashlib.attention import flash_attention
 
 TOKENS, WIDTH = 16384, 2048
@@ -55,7 +54,7 @@ CHANGES = (
     {"block_n": 128},
 )
 TILE_FIELDS = ["block_m", "block_n", "num_warps", "num_stages"]
-COLUMNS = [*FIELDS[: FIELDS.index("peak_bytes")], *TILE_FIELDS, *FIELDS[FIELDS.index("peak_bytes") + 1 :]]
+COLUMNS = [*(name for name in FIELDS if name != "peak_bytes"), *TILE_FIELDS]
 
 
 # --- what is timed -------------------------------------------------------------------------------------------------
@@ -142,25 +141,17 @@ def run_shape(build, batch, nheads, n, d, rounds):
     calls = build(q, k, v)
     for (name, causal), (call, _) in calls.items():
         check(f"{name}, causal {causal}", call(), q, k, v, causal)
-    times = measure({key: call for key, (call, _) in calls.items()}, rounds)
+    times = bench.time_in_turns({key: call for key, (call, _) in calls.items()}, rounds)
     flops = 4 * batch * nheads * n * n * d
     rows = []
-    for (name, causal), (p20, p50, p80) in times.items():
+    for (name, causal), ms in times.items():
+        p20, p50, p80 = bench.percentiles(ms)
         row = {"pass": "fwd", "head_dim": d, "causal": int(causal), "seqlen_q": n, "seqlen_k": n, "batch": batch}
         row |= {"nheads": nheads, "nheads_kv": nheads, "dtype": "bf16", "impl": name.split()[0]}
         row |= {"ms_p20": p20, "ms_p50": p50, "ms_p80": p80, "tflops": flops / (1 + causal) / p50 / 1e9}
         options = calls[name, causal][1]
         rows.append(row | {field: options.get(field) for field in TILE_FIELDS})
     return rows
-
-
-def write(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({key: f"{value:.5g}" if isinstance(value, float) else value for key, value in row.items()})
 
 
 def main(arguments=None):
@@ -174,7 +165,7 @@ def main(arguments=None):
     if not options.smoke and not on_gpu:
         raise RuntimeError("this benchmark needs a GPU; --smoke runs tiny shapes in the interpreter")
 
-    names = machine(options.commit)
+    names = bench.machine(options.commit)
     tokens, width, rounds = TOKENS, WIDTH, options.rounds
     shapes = [(implementations, tokens // n, n, d) for d in HEAD_DIMS for n in SEQLENS]
     shapes += [(batch_1, 1, n, d) for d in HEAD_DIMS for n in BATCH_1]
@@ -188,9 +179,8 @@ def main(arguments=None):
         rows += run_shape(build, batch, width // d, n, d, rounds)
         done = f"{time.perf_counter() - started:.0f} s"
         print(f"{build.__name__}, head_dim {d}, batch {batch}, seqlen {n}: done after {done}", file=sys.stderr)
-    folder = "h200" if "H200" in names["gpu"] else names["gpu"].lower().replace(" ", "_")
-    out = options.out or Path(__file__).parent / "results" / folder / "forward_steps.csv"
-    write(out, [{**row, **names} for row in rows])
+    out = options.out or bench.results_path("forward_steps", names["gpu"])
+    bench.write_results(out, [{**row, **names} for row in rows], COLUMNS)
     print(out)
 
 

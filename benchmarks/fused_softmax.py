@@ -21,7 +21,6 @@ them, each score read once and each weight written once, so that it compares spe
 """
 
 import argparse
-import csv
 import sys
 import time
 from pathlib import Path
@@ -30,15 +29,15 @@ from pathlib import Path
 from flashlib import device  # isort: skip
 
 import torch
-from cost import machine, percentiles
 
+from flashlib import bench
 from flashlib.fused_softmax import softmax, softmax_unfused
 
 # 2^28 scores, 512 MiB in bf16: larger than any L2. The last shape fits in the 50 MB of an H200's.
 SHAPES = [(2**20, 256), (2**18, 1024), (2**16, 4096), (2**15, 8192), (2**12, 1024)]
 FIELDS = [
     *("pass", "head_dim", "causal", "seqlen_q", "seqlen_k", "batch", "nheads", "nheads_kv", "dtype", "impl"),
-    *("ms_p20", "ms_p50", "ms_p80", "tflops", "gb_per_s", "gpu", "driver", "torch", "triton", "commit", "date"),
+    *("ms_p20", "ms_p50", "ms_p80", "tflops", "gb_per_s"),
 ]
 
 
@@ -73,40 +72,6 @@ def check(name, p, exact):
         raise RuntimeError(f"{name} must be within {limit:.0%} of float64, got {error:.2%}")
 
 
-def measure(calls, rounds):
-    """Return {name: (p20, p50, p80) in milliseconds of GPU time} of calls that take turns.
-
-    After a synchronisation the GPU waits for Python to launch, and an event would time that wait. So each round opens
-    with untimed copies that keep the GPU busy while Python queues all calls behind them.
-    """
-    cuda = torch.cuda.is_available()
-    if cuda:
-        source, target = (torch.zeros(2**28, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    for _ in range(3 if cuda else 0):
-        for function in calls.values():
-            function()
-    read = {name: [] for name in calls}
-    for _ in range(rounds):
-        pending = {}
-        for _ in range(20 if cuda else 0):
-            target.copy_(source)
-        for name, function in calls.items():
-            if cuda:
-                pending[name] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-                pending[name][0].record()
-                function()
-                pending[name][1].record()
-            else:
-                start = time.perf_counter()
-                function()
-                read[name].append(1e3 * (time.perf_counter() - start))
-        if cuda:
-            torch.cuda.synchronize()
-        for name, (start, end) in pending.items():
-            read[name].append(start.elapsed_time(end))
-    return {name: percentiles(values) for name, values in read.items()}
-
-
 def run_shape(rows, columns, rounds):
     torch.manual_seed(0)
     s = 2 * torch.randn(rows, columns, device=device.kernel_device(), dtype=torch.float32).to(torch.bfloat16)
@@ -116,20 +81,12 @@ def run_shape(rows, columns, rounds):
         if name != "copy":
             check(name, function(), exact)
     out = []
-    for name, (p20, p50, p80) in measure(calls, rounds).items():
+    for name, ms in bench.time_in_turns(calls, rounds).items():
+        p20, p50, p80 = bench.percentiles(ms)
         row = {"pass": "fwd", "seqlen_q": rows, "seqlen_k": columns, "dtype": "bf16", "impl": name}
         row |= {"ms_p20": p20, "ms_p50": p50, "ms_p80": p80, "gb_per_s": 2 * s.numel() * s.element_size() / p50 / 1e6}
         out.append(row)
     return out
-
-
-def write(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({key: f"{value:.5g}" if isinstance(value, float) else value for key, value in row.items()})
 
 
 def main(arguments=None):
@@ -142,16 +99,15 @@ def main(arguments=None):
     if not options.smoke and device.interpreting():
         raise RuntimeError("this benchmark needs a GPU; --smoke runs tiny shapes on the CPU")
     shapes, rounds = ([(5, 12), (3, 40)], 1) if options.smoke else (SHAPES, options.rounds)
-    names = machine(options.commit)
+    names = bench.machine(options.commit)
     started, rows = time.perf_counter(), []
     for shape in shapes:
         rows += run_shape(*shape, rounds)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         print(f"{shape[0]} rows of {shape[1]}: done after {time.perf_counter() - started:.0f} s", file=sys.stderr)
-    folder = "h200" if "H200" in names["gpu"] else names["gpu"].lower().replace(" ", "_")
-    out = options.out or Path(__file__).parent / "results" / folder / "fused_softmax.csv"
-    write(out, [{**row, **names} for row in rows])
+    out = options.out or bench.results_path("fused_softmax", names["gpu"])
+    bench.write_results(out, [{**row, **names} for row in rows], FIELDS)
     print(out)
 
 

@@ -89,16 +89,14 @@ def main():
         return
     pipe = tensor_metric(args.ncu)
     rows = profile(args.ncu, BYTES + [pipe + PERCENT] * (pipe is not None))
-    where = bench.machine() | ({"commit": args.commit} if args.commit else {})
-    with args.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*FIELDS, *where], lineterminator="\n")
-        writer.writeheader()
-        for shape, found in zip(SHAPES, rows, strict=True):
-            seen = dict(zip(FIELDS[-4:-1], (int(found[name]) for name in BYTES), strict=True))
-            percent = {"tensor_pct": f"{found[pipe + PERCENT]:.1f}" if pipe else ""}
-            row = counted(shape) | seen | percent
-            writer.writerow(row | where)
-            print(*row.values())
+    where = bench.machine(args.commit)
+    table = []
+    for shape, found in zip(SHAPES, rows, strict=True):
+        seen = dict(zip(FIELDS[-4:-1], (int(found[name]) for name in BYTES), strict=True))
+        percent = {"tensor_pct": found[pipe + PERCENT] if pipe else ""}
+        table.append(counted(shape) | seen | percent | where)
+        print(*table[-1].values())
+    bench.write_results(args.out, table, FIELDS)
 
 
 if __name__ == "__main__":

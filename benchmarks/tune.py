@@ -113,7 +113,7 @@ def main():
         failed = pool.map(compile_one, jobs, chunksize=1)
     print(f"{len(jobs)} candidates compiled in {time.time() - began:.0f} s", file=sys.stderr, flush=True)
 
-    where = bench.machine() | ({"commit": args.commit} if args.commit else {})
+    where = bench.machine(args.commit)
     with open(args.out, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["kernel", "head_dim", "dtype", "causal", *Tile._fields, "descriptor", "ms", *where])

@@ -1,15 +1,16 @@
-"""Draw the picture that README opens with, from the recorded results: `python book/pictures.py`.
+"""Draw the two pictures of README from the recorded results: `python book/pictures.py`.
 
-The numbers drawn are stored inside the picture; a test compares them with the CSV, so that the two cannot drift apart.
+The numbers drawn are stored inside each picture; a test compares them with the CSV, so that the two cannot drift apart.
 """
 
 import json
 from pathlib import Path
 
-from flashlib import style
+from flashlib import bench, style
 from flashlib.bench import read_results
 
 PICTURE = Path(__file__).resolve().parent / "_static" / "payoff.png"
+SPEED = PICTURE.with_name("speed.png")
 LABELS = {"naive": "as separate kernels", "fa2": "FlashAttention-2"}
 HEAD_DIM = 128
 
@@ -83,6 +84,25 @@ def draw(drawn, path=PICTURE):
     plt.close(fig)
 
 
+def speed():
+    """Return the rows of the benchmark against the peers that are drawn: those with head_dim 128."""
+    return [row for row in read_results("attention") if row["head_dim"] == HEAD_DIM]
+
+
+def draw_speed(rows, path=SPEED):
+    """Draw the benchmark's own chart of these rows, and store them in the file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style.use()
+    figure = bench.chart(rows)
+    figure.savefig(path, dpi=160, metadata={"Description": json.dumps(rows)})
+    plt.close(figure)
+
+
 if __name__ == "__main__":
     draw(payoff())
-    print(f"drawn: {PICTURE.name}")
+    draw_speed(speed())
+    print(f"drawn: {PICTURE.name}, {SPEED.name}")

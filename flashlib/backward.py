@@ -86,8 +86,7 @@ def _dkdv_kernel(
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTOR: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(seqlen_k, BLOCK_N)
-    pid_bh = tl.program_id(0) // tiles_n
-    pid_n = tl.program_id(0) % tiles_n
+    pid_bh, pid_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     b = pid_bh // (nheads // group)
     if packed is not None:
         b, pid_bh, pid_n = packed_tile(packed, 1, seqlen_k, BLOCK_N, LANES)
@@ -104,7 +103,6 @@ def _dkdv_kernel(
     v = load_tile(v_ptr, stride_v, b, h_kv, first_n, seqlen_k, BLOCK_N, COLS_V, HEAD_DIM_V, 0, WIDE, start_k)
     dk = tl.zeros([BLOCK_N, COLS], ACC)
     dv = tl.zeros([BLOCK_N, COLS_V], ACC)
-
     # The query heads that share this head of keys, one after the other: so their sum has one owner too.
     for g in tl.range(0, group):
         h = h_kv * group + g

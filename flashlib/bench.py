@@ -1,8 +1,11 @@
 """Measurements: every timing on a page comes from a CSV that names its machine and versions; this module makes them.
 
 The files are `benchmarks/results/<gpu>/<subject>.csv`. `python -m flashlib.bench attention` times this library's
-kernels beside those of others that are found on your GPU, in one run, in turns, and writes such a file; `python -m
-flashlib.bench host` times what a small call costs the host.
+kernels beside those of others that are found on your GPU (`flashlib.peers`), in one run, in turns, writes such a file
+and draws it; `python -m flashlib.bench host` times what a small call costs the host; `python -m flashlib.bench chart`
+draws a file that is there.
+
+Source: ours.
 """
 
 import argparse
@@ -15,32 +18,30 @@ import sys
 import time
 from pathlib import Path
 
+from flashlib import cost
+
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
-TOKENS = 16384
-WIDTH = 2048
 FIELDS = [
-    "pass",
-    "head_dim",
-    "causal",
-    "seqlen_q",
-    "seqlen_k",
-    "batch",
-    "nheads",
-    "nheads_kv",
-    "dtype",
-    "impl",
-    "ms_p20",
-    "ms_p50",
-    "ms_p80",
-    "tflops",
-    "gpu",
-    "driver",
-    "torch",
-    "triton",
-    "commit",
-    "date",
+    *("pass", "head_dim", "causal", "seqlen_q", "seqlen_k", "batch", "nheads", "nheads_kv", "dtype", "impl"),
+    *("ms_p20", "ms_p50", "ms_p80", "tflops"),
 ]
-_TEXT = {"kernel", "pass", "dtype", "tensor", "impl", "unit", "source", *FIELDS[-6:]}
+MACHINE = ["gpu", "driver", "torch", "triton", "commit", "date"]
+_TEXT = {"kernel", "pass", "dtype", "impl", "tensor", "unit", "source", "feature", *MACHINE}
+# Blocks of 1 GiB that are overwritten before each timed run.
+OVERWRITTEN = 4
+# Line, marker and colour of a chart: ours in the course's colour, each of the others in grey tones of its own.
+_LINES = {
+    "flashlib_hopper": ("#0072B2", "-", "D", "flashlib, Hopper"),
+    "flashlib_portable": ("#0072B2", "-", "o", "flashlib, portable"),
+    "fa2": ("#999999", "--", "s", "FlashAttention-2 (PyTorch)"),
+    "flex": ("#999999", ":", "^", "FlexAttention"),
+    "cudnn": ("#444444", "-.", "v", "cuDNN"),
+    "fa3": ("#444444", "--", "x", "FlashAttention-3"),
+    "fa4": ("#444444", ":", "+", "FlashAttention-4"),
+}
+
+
+# --- what was recorded -----------------------------------------------------------------------------------------------
 
 
 def read_results(subject, gpu="h200"):
@@ -75,111 +76,157 @@ def _value(key, text):
         return float(text)
 
 
-# --- what is compared ------------------------------------------------------------------------------------------------
+def write_results(path, rows, fields):
+    """Write one benchmark: `fields` and the machine's columns, floats with five digits.
+
+    Args:
+        path: the CSV; its folder is made if it is not there.
+        rows: dicts; what a row lacks stays empty.
+        fields: the columns before gpu, driver, torch, triton, commit, date.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*fields, *MACHINE], lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({key: f"{value:.5g}" if isinstance(value, float) else value for key, value in row.items()})
 
 
-def implementations(dtype, causal, seqlen):
-    """Return what can be timed here: dict, name -> function (q, k, v) -> out, all in (batch, nheads, seqlen, head_dim).
+def machine(commit=None):
+    """Return the columns that say where and when: gpu, driver, torch, triton, commit, date.
 
-    Those that take another layout get a view of it: a transpose copies nothing.
+    Args:
+        commit: the commit to record; by default what git says about this copy, empty where it says nothing.
     """
     import torch
-    import torch.nn.functional as F
-    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from flashlib.attention import flash_attention
+    try:
+        from triton import __version__ as triton_version
+    except ImportError:
+        triton_version = ""
+    cuda = torch.cuda.is_available()
+    driver = _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else ""
+    if commit is None:
+        commit = _first_line("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD")
+    return {
+        "gpu": torch.cuda.get_device_name() if cuda else "cpu",
+        "driver": driver,
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "commit": commit,
+        "date": datetime.date.today().isoformat(),
+    }
 
-    def sdpa(backend):
-        def run(q, k, v):
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-        return run
+def _first_line(*command):
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return ""
 
-    found = {"flashlib_portable": lambda q, k, v: flash_attention(q, k, v, causal=causal)}
-    if dtype == "fp32":
-        return found | {"mem_efficient": sdpa(SDPBackend.EFFICIENT_ATTENTION)}
-    found |= {"fa2": sdpa(SDPBackend.FLASH_ATTENTION), "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION)}
-    found["flex"] = _flex(torch, causal, seqlen)
-    for name, module in (("fa3", "fa3_fwd_interface"), ("fa4", "flash_attn.cute.interface")):
-        try:
-            function = __import__(module, fromlist=["flash_attn_func"]).flash_attn_func
-        except Exception:
-            # Not installed, or not for this GPU: the table says so by leaving it out.
+
+def results_path(subject, gpu):
+    """Return where a benchmark of `subject` on a GPU of this name is recorded."""
+    folder = gpu.lower().replace("nvidia ", "").replace(" ", "_")
+    return RESULTS / folder / f"{subject}.csv"
+
+
+def doubts(rows, gpu="H200"):
+    """Name what in the rows of an attention benchmark cannot be, or is so unlikely that it must be looked at again.
+
+    Args:
+        rows: dicts with FIELDS, as `read_results` returns them, in the order they were measured; or with impl and
+            gb_per_s, for kernels that memory limits.
+        gpu: a name of `cost.GPUS`, whose peak and bandwidth no result can pass.
+
+    Returns:
+        list of str, one for each doubt; empty where there is none.
+    """
+    peak, bandwidth = cost.GPUS[gpu].peak_tflops, cost.GPUS[gpu].bandwidth_gb_s
+    found, series = [], {}
+    for row in rows:
+        if row.get("gb_per_s"):
+            if row["gb_per_s"] > bandwidth:
+                found.append(f"{row['impl']}: {row['gb_per_s']:.0f} GB/s is above the memory's {bandwidth} GB/s")
             continue
-        found[name] = _other_layout(function, causal)
+        d, n, ms, speed = row["head_dim"], row["seqlen_q"], row["ms_p50"], row["tflops"]
+        name = f"{row['impl']} {row['pass']}, head_dim {d}, causal {row['causal']}, seqlen {n}"
+        flops = attention_flops(row["pass"] == "bwd", row["batch"], row["nheads"], n, d, row["causal"])
+        moved = cost.compulsory_bytes(n, n, d, batch=row["batch"], nheads=row["nheads"])
+        if speed > peak:
+            found.append(f"{name}: {speed:.0f} TFLOP/s is above the peak, {peak} TFLOP/s")
+        if abs(flops / ms / 1e9 / speed - 1) > 0.01:
+            found.append(f"{name}: the usual FLOPs in {ms} ms are {flops / ms / 1e9:.0f} TFLOP/s, not {speed:.0f}")
+        if moved / ms / 1e6 > bandwidth:
+            found.append(f"{name}: its inputs and outputs alone make {moved / ms / 1e6:.0f} GB/s, memory {bandwidth}")
+        if not row["ms_p20"] <= ms <= row["ms_p80"]:
+            found.append(f"{name}: the percentiles are out of order")
+        kind = (row["impl"], row["pass"], row["dtype"], d)
+        series.setdefault((*kind, row["causal"]), []).append((name, flops, ms, n))
+    for (*kind, causal), line in series.items():
+        for (_, flops, ms, _), (name, more, longer, _) in itertools.pairwise(line):
+            if more >= 1.5 * flops and longer < 1.15 * ms:
+                found.append(
+                    f"{name}: {more / flops:.0f} times the work of the row before in {longer / ms:.2f} the time"
+                )
+        if len(line) > 1 and line[0][2] / line[0][1] > 3 * line[1][2] / line[1][1]:
+            found.append(f"{line[0][0]}: for a FLOP the first row takes over 3 times as long as the next")
+        full = {n: ms for _, _, ms, n in series.get((*kind, 0), [])} if causal else {}
+        for name, _, ms, n in line:
+            if n >= 2048 and ms > 0.85 * full.get(n, float("inf")):
+                found.append(f"{name}: causal takes {ms / full[n]:.2f} of the time without")
     return found
-
-
-def _flex(torch, causal, seqlen):
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    # A fresh compilation for each shape: after eight recompilations it would fall back to an unfused path.
-    torch._dynamo.reset()
-    compiled = torch.compile(flex_attention, dynamic=False)
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, seqlen, seqlen, device="cuda") if causal else None
-    return lambda q, k, v: compiled(q, k, v, block_mask=mask)
-
-
-def _other_layout(function, causal):
-    def run(q, k, v):
-        out = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-    return run
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
-def check_results(results, q, k, v, dout, causal, tolerance):
-    """Return the names whose results agree with float32 attention in the last head, and the errors of the others.
-
-    Args:
-        results: dict, name -> tuple of tensors (out, dq, dk, dv), or (out,).
-        q, k, v, dout: inputs; causal as in attention; tolerance: of the norm of the error over the norm of the result.
-    """
-    import torch
-
-    leaves = [x[-1, -1].detach().float().requires_grad_() for x in (q, k, v)]
-    s = leaves[0] @ leaves[1].T * q.shape[3] ** -0.5
-    if causal:
-        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf)
-    out = torch.softmax(s, -1) @ leaves[2]
-    exact = (out.detach(), *torch.autograd.grad(out, leaves, dout[-1, -1].float()))
-    good, bad = [], {}
-    for name, tensors in results.items():
-        errors = [((x[-1, -1].float() - y).norm() / y.norm()).item() for x, y in zip(tensors, exact, strict=False)]
-        if all(error <= tolerance for error in errors):
-            good.append(name)
-        else:
-            bad[name] = errors
-    return good, bad
+def percentiles(values):
+    """Return the 20th, 50th and 80th percentile of some times."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    tenths = statistics.quantiles(values, n=10, method="inclusive")
+    return tenths[1], statistics.median(values), tenths[7]
 
 
 def time_in_turns(functions, rounds=20, warmups=3):
     """Return dict, name -> list of times in ms, one a round; each round runs every function once.
 
     Events on the GPU's own clock, because a launch returns before the kernel has run. Before each run 1 GiB is
-    overwritten
-    several times: that takes other data into the L2, and it keeps the GPU busy until the host has queued the run.
+    overwritten several times: that takes other data into the L2, and it keeps the GPU busy until the host has queued
+    the run. Without a GPU the host's clock is read and nothing is overwritten.
     """
     import torch
 
-    other = torch.empty(2**30, dtype=torch.int8, device="cuda")
+    cuda = torch.cuda.is_available()
+    other = torch.empty(2**30, dtype=torch.int8, device="cuda") if cuda else None
     times = {name: [] for name in functions}
     for round_ in range(-warmups, rounds):
         for name, function in functions.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            for _ in range(4):
-                other.zero_()
-            start.record()
-            function()
-            end.record()
-            end.synchronize()
+            ms = _time_on_gpu(function, other) if cuda else _time_on_host(function)
             if round_ >= 0:
-                times[name].append(start.elapsed_time(end))
+                times[name].append(ms)
     return times
+
+
+def _time_on_gpu(function, other):
+    import torch
+
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(OVERWRITTEN):
+        other.zero_()
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def _time_on_host(function):
+    start = time.perf_counter()
+    function()
+    return 1e3 * (time.perf_counter() - start)
 
 
 def attention_flops(backward, batch, nheads, seqlen, head_dim, causal):
@@ -187,109 +234,76 @@ def attention_flops(backward, batch, nheads, seqlen, head_dim, causal):
     return (2.5 if backward else 1) * 4 * batch * nheads * seqlen**2 * head_dim / (2 if causal else 1)
 
 
-def attention_rows(head_dim, causal, seqlen, dtype, rounds=20, only=None):
-    """Time forward and backward of one shape; yields rows of the CSV as dicts, without the machine's columns."""
-    import torch
-
-    torch.manual_seed(0)
-    batch, nheads = max(1, TOKENS // seqlen), WIDTH // head_dim
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    q, k, v, dout = (torch.randn(batch, nheads, seqlen, head_dim, device="cuda", dtype=kind) for _ in range(4))
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    forwards, backwards, results = {}, {}, {}
-    for name, function in implementations(dtype, causal, seqlen).items():
-        if only and name not in only:
-            continue
-        try:
-            results[name] = (function(q, k, v).detach(),)
-            forwards[name] = lambda function=function: function(q, k, v)
-            if name != "fa3":
-                out = function(*leaves)
-                backwards[name] = lambda out=out: torch.autograd.grad(out, leaves, dout, retain_graph=True)
-                results[name] = (out.detach(), *backwards[name]())
-        except Exception as error:
-            print(f"{name} is left out: {type(error).__name__}: {str(error).splitlines()[0][:120]}", file=sys.stderr)
-            backwards.pop(name, None)
-    good, bad = check_results(results, q, k, v, dout, causal, 1e-4 if dtype == "fp32" else 2e-2)
-    del results
-    for name, errors in bad.items():
-        print(f"{name} is not timed: its results are wrong, relative errors {errors}", file=sys.stderr)
-    for pass_, functions in (("fwd", forwards), ("bwd", backwards)):
-        times = time_in_turns({name: f for name, f in functions.items() if name in good}, rounds)
-        flops = attention_flops(pass_ == "bwd", batch, nheads, seqlen, head_dim, causal)
-        for name, ms in times.items():
-            p20, p50, p80 = (sorted(ms)[int(part * (len(ms) - 1))] for part in (0.2, 0.5, 0.8))
-            yield dict(
-                zip(
-                    FIELDS,
-                    [pass_, head_dim, int(causal), seqlen, seqlen, batch, nheads, nheads, dtype, name]
-                    + [f"{x:.4f}" for x in (p20, p50, p80)]
-                    + [f"{flops / p50 / 1e9:.1f}"],
-                    strict=False,
-                )
-            )
+# --- showing ---------------------------------------------------------------------------------------------------------
 
 
-def host_microseconds(calls=2000):
-    """Return dict, name -> µs of the host's time for a small forward call: batch 1, nheads 8, seqlen 128, no grad.
-
-    The queue to the GPU is emptied between blocks of calls, so that the host never waits for it.
-    """
-    import torch
-
-    q, k, v = (torch.randn(1, 8, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    functions = implementations("bf16", False, 128)
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad():
-        for function in functions.values():
-            function(q, k, v)
-        with torch.cuda.graph(graph):
-            functions["flashlib_portable"](q, k, v)
-        functions["flashlib_portable_graph"] = lambda *_: graph.replay()
-        blocks = {name: [] for name in functions}
-        for _ in range(calls // 50):
-            for name, function in functions.items():
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(50):
-                    function(q, k, v)
-                blocks[name].append((time.perf_counter() - start) / 50 * 1e6)
-    return {name: statistics.median(times) for name, times in blocks.items()}
-
-
-def machine():
-    """Return the columns that say where and when: gpu, driver, torch, triton, commit, date."""
-    import torch
-    import triton
-
-    def first_line(*command):
-        try:
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
-        except (OSError, subprocess.CalledProcessError, IndexError):
-            return ""
-
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": first_line("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
-        "date": datetime.date.today().isoformat(),
-    }
-
-
-def _table(rows):
-    """Print TFLOP/s, a line a shape, a column an implementation."""
-    names = list(dict.fromkeys(row["impl"] for row in rows))
-    print("pass  d   causal seqlen " + "".join(f"{name[:11]:>12}" for name in names))
+def table(rows):
+    """Return text with the TFLOP/s of `rows`: a line a shape, a column an implementation."""
+    widths = {row["impl"]: max(8, len(row["impl"]) + 2) for row in rows}
+    lines = ["pass  d   causal seqlen " + "".join(f"{name:>{width}}" for name, width in widths.items())]
     for key, group in itertools.groupby(rows, lambda row: tuple(row[f] for f in FIELDS[:4])):
-        speeds = {row["impl"]: row["tflops"] for row in group}
-        print(f"{key[0]:<5}{key[1]:<5}{key[2]:<6}{key[3]:>7} " + "".join(f"{speeds.get(n, '-'):>12}" for n in names))
+        speeds = {row["impl"]: f"{row['tflops']:.0f}" for row in group}
+        cells = "".join(f"{speeds.get(name, '-'):>{width}}" for name, width in widths.items())
+        lines.append(f"{key[0]:<5}{key[1]:<5}{key[2]:<6}{key[3]:>7} {cells}")
+    return "\n".join(lines)
 
 
-def main():
+def chart(rows, passes=("fwd", "bwd")):
+    """Draw the TFLOP/s of `rows` over seqlen: a row of panels a pass, a panel a head_dim and causal or not.
+
+    Args:
+        rows: as `read_results("attention")` returns them, of one machine.
+        passes: which of "fwd" and "bwd" are drawn.
+
+    Returns:
+        matplotlib Figure; its caption names machine, versions and commit.
+    """
+    import matplotlib.pyplot as plt
+
+    panels = list(dict.fromkeys((row["head_dim"], row["causal"]) for row in rows))
+    size = {"figsize": (3.6 * len(panels), 2.4 * len(passes) + 1.1)}
+    shared = {"sharex": True, "sharey": "row", "squeeze": False, "layout": "constrained"}
+    figure, axes = plt.subplots(len(passes), len(panels), **shared, **size)
+    for (pass_, line), (column, panel) in itertools.product(zip(passes, axes, strict=True), enumerate(panels)):
+        ax = line[column]
+        for name, (colour, dash, marker, label) in _LINES.items():
+            mine = [r for r in rows if (r["pass"], r["head_dim"], r["causal"], r["impl"]) == (pass_, *panel, name)]
+            x, y = [r["seqlen_q"] for r in mine], [r["tflops"] for r in mine]
+            if mine:
+                ax.plot(x, y, dash, color=colour, marker=marker, markersize=5, linewidth=1.4, label=label)
+        ax.set_xscale("log", base=2)
+        lengths = sorted({r["seqlen_q"] for r in rows})
+        ax.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
+        title = {"fwd": "forward", "bwd": "backward"}[pass_]
+        ax.set_title(f"{title}, head_dim {panel[0]}, {'causal' if panel[1] else 'full'}", fontsize=9)
+        if pass_ == passes[-1]:
+            ax.set_xlabel("seqlen (tokens)")
+        if column == 0:
+            ax.set_ylabel("TFLOP/s")
+            ax.set_ylim(0, 1.05 * max(r["tflops"] for r in rows if r["pass"] == pass_ and r["impl"] in _LINES))
+    handles = {}
+    for ax in axes.flat:
+        handles |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=3 if len(panels) < 3 else 7,
+        frameon=False,
+        fontsize=9,
+    )
+    where = rows[0]
+    caption = (
+        f"{where['gpu']}, driver {where['driver']}, PyTorch {where['torch']}, Triton {where['triton']}, "
+        f"commit {where['commit']}\n{where['dtype']}, batch × seqlen = {where['batch'] * where['seqlen_q']} tokens"
+    )
+    figure.suptitle(caption, fontsize=8)
+    return figure
+
+
+def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m flashlib.bench", description=__doc__.splitlines()[0])
-    parser.add_argument("subject", choices=["attention", "host"])
+    parser.add_argument("subject", choices=["attention", "host", "chart"])
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--causal", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--seqlens", nargs="+", type=int, default=[512, 1024, 2048, 4096, 8192, 16384])
@@ -297,34 +311,49 @@ def main():
     parser.add_argument("--impls", nargs="+", default=None, help="only these; by default all that are found")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--commit", default=None, help="the commit to record; by default what git says")
+    parser.add_argument("--gpu", default="h200", help="of `chart`: the folder of the recorded results")
     parser.add_argument("--out", type=Path, default=None)
-    args = parser.parse_args()
-    where = machine() | ({"commit": args.commit} if args.commit else {})
-    out = args.out or RESULTS / where["gpu"].lower().replace("nvidia ", "").replace(" ", "_") / f"{args.subject}.csv"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("w", newline="") as file:
-        if args.subject == "host":
-            writer = csv.DictWriter(file, ["impl", "us_p50", *where])
-            writer.writeheader()
-            for name, us in host_microseconds().items():
-                writer.writerow({"impl": name, "us_p50": f"{us:.1f}", **where})
-                print(f"{name:<26}{us:8.1f} µs a call on the host")
-            return
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        rows = []
-        shapes = list(itertools.product(args.dtypes, args.head_dims, map(bool, args.causal), args.seqlens))
-        for i, (dtype, head_dim, causal, seqlen) in enumerate(shapes):
-            bar = "#" * (30 * i // len(shapes))
-            print(f"\r[{bar:<30}] {i + 1}/{len(shapes)}", end="", file=sys.stderr, flush=True)
-            for row in attention_rows(head_dim, causal, seqlen, dtype, args.rounds, args.impls):
-                rows.append(row)
-                writer.writerow(row | where)
-            file.flush()
+    args = parser.parse_args(arguments)
+    if args.subject == "chart":
+        _save_chart(read_results("attention", args.gpu), args.out or Path("attention.svg"))
+        return
+    from flashlib import peers
+
+    where = machine(args.commit)
+    out = args.out or results_path(args.subject, where["gpu"])
+    if args.subject == "host":
+        rows = [{"impl": name, "us_p50": us, **where} for name, us in peers.host_microseconds().items()]
+        write_results(out, rows, ["impl", "us_p50"])
+        for row in rows:
+            print(f"{row['impl']:<26}{row['us_p50']:8.1f} µs a call on the host")
+        return
+    rows = []
+    shapes = list(itertools.product(args.dtypes, args.head_dims, map(bool, args.causal), args.seqlens))
+    for done, (dtype, head_dim, causal, seqlen) in enumerate(shapes):
+        bar = "#" * (30 * done // len(shapes))
+        print(f"\r[{bar:<30}] {done + 1}/{len(shapes)}", end="", file=sys.stderr, flush=True)
+        found = peers.attention_rows(head_dim, causal, seqlen, dtype, args.rounds, args.impls)
+        rows += [row | where for row in found]
+        # After each shape, so that what was measured is there if the run is cut off.
+        write_results(out, rows, FIELDS)
     print(file=sys.stderr)
     rows.sort(key=lambda row: (row["dtype"], row["pass"] == "bwd", row["head_dim"], row["causal"], row["seqlen_q"]))
-    _table(rows)
+    print(table(rows))
+    card = next((name for name in cost.GPUS if name in where["gpu"]), None)
+    for doubt in doubts(rows, card) if card else []:
+        print(f"look at this again: {doubt}")
     print(f"written to {out}")
+    _save_chart(rows, out.with_suffix(".svg"))
+
+
+def _save_chart(rows, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    # The same rows give the same file: no date, no random names in it.
+    matplotlib.rcParams["svg.hashsalt"] = "flashlib"
+    chart(rows).savefig(path, metadata={"Date": None})
+    print(f"drawn in {path}")
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def keep_tile(seed, offset, b, h, i, j, threshold):
 
 @triton.jit
 def thinned(x, dropout, b, h, i, j):
-    """Return a tile, 0 where it is dropped and else scaled up; dropout: (seed and offset, threshold, scale), or None."""
+    """Return a tile, 0 where it is dropped, else scaled up; dropout: (seed and offset, threshold, scale), or None."""
     if dropout is not None:
         keep = keep_tile(tl.load(dropout[0]), tl.load(dropout[0] + 1), b, h, i, j, dropout[1])
         x = tl.where(keep, x * dropout[2], 0.0)

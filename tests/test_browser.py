@@ -133,6 +133,8 @@ LOOK = """() => {
     errors: [...article.querySelectorAll("[data-mjx-error], mjx-merror")].map(e => e.dataset.mjxError ?? e.textContent),
     prose: prose.textContent,
     images,
+    scrolled: [...article.querySelectorAll("div.highlight pre")]
+      .filter(pre => pre.scrollWidth > pre.clientWidth + 1).map(pre => pre.textContent.slice(0, 60)),
   };
 }"""
 
@@ -218,6 +220,12 @@ def test_nothing_is_wider_than_the_window(visits, name, width):
     overflow = visits[name].overflow[width]
     assert overflow["wide"] <= 0, overflow
     assert not overflow["out"]
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name.startswith("notebooks/")])
+def test_code_needs_no_scrolling_on_a_desktop(visits, name):
+    """120 columns, the longest line that the linter allows, fit beside both sidebars."""
+    assert not visits[name].look["scrolled"]
 
 
 # --- the dark theme ------------------------------------------------------------------------------------------------
