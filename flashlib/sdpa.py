@@ -22,7 +22,8 @@ def scaled_dot_product_attention(
         query: (..., nheads, seqlen_q, head_dim) or (..., seqlen_q, head_dim), of a dtype of `flash_attention`.
         key: (..., seqlen_k, head_dim); value: (..., seqlen_k, head_dim_v). Leading axes broadcast.
         attn_mask: booleans, True where a query sees a key, or floats of query's dtype that are added to the scores;
-            -inf hides a key, and so does anything below -1e38. Broadcasts to (..., seqlen_q, seqlen_k).
+            -inf hides a key. All values below -1e8 count alike, as in `flash_attention`: so a row of finfo.min is an
+            average. Broadcasts to (..., seqlen_q, seqlen_k).
         dropout_p: share of the weights that is dropped; whoever calls sets it to 0 outside of training.
         is_causal: query i sees the keys j <= i (aligned at the top left, unlike `causal` of `flash_attention`).
         scale: what a dot product is multiplied with; None means 1/sqrt(head_dim).
@@ -45,7 +46,10 @@ def scaled_dot_product_attention(
         raise RuntimeError("attn_mask must be None where is_causal is True: put both into the mask")
     seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
     leading, key_leading = _leading(query, key, value, enable_gqa)
-    bias = None if attn_mask is None else _bias(attn_mask, query, (*leading, seqlen_q, seqlen_k))
+    bias = None
+    if attn_mask is not None:
+        _check_mask(attn_mask, query, (*leading, seqlen_q, seqlen_k))
+        bias = _four_axes(as_bias(attn_mask, query.dtype).expand(*leading, seqlen_q, seqlen_k))
     window = None
     if is_causal:
         # Keys from seqlen_q on are seen by no query. Without them the top left is the bottom right, or lies seqlen_q -
@@ -77,20 +81,30 @@ def _leading(query, key, value, enable_gqa):
     return (common + heads[0], common + heads[1]) if enable_gqa else (common, common)
 
 
-def _bias(attn_mask, query, shape):
-    """Return attn_mask as the bias of `flash_attention`, expanded only where its axes have to be folded."""
+def as_bias(attn_mask, dtype):
+    """Return a mask as a bias: floats as they are, booleans as 0 where True and -inf where False.
+
+    Args:
+        attn_mask: tensor of booleans or floats.
+        dtype: that of the bias made from booleans.
+
+    Returns:
+        tensor of the shape of attn_mask.
+    """
+    if attn_mask.dtype != torch.bool:
+        return attn_mask
+    return torch.zeros(attn_mask.shape, dtype=dtype, device=attn_mask.device).masked_fill_(~attn_mask, -math.inf)
+
+
+def _check_mask(attn_mask, query, shape):
     if not isinstance(attn_mask, torch.Tensor):
         raise ValueError(f"attn_mask must be a tensor or None, got {type(attn_mask).__name__}")
     if attn_mask.dtype not in (torch.bool, query.dtype):
         raise ValueError(f"attn_mask must have dtype bool or query's, {query.dtype}, got {attn_mask.dtype}")
     try:
-        expanded = attn_mask.expand(shape)
+        attn_mask.expand(shape)
     except RuntimeError:
         raise ValueError(f"attn_mask must broadcast to {tuple(shape)}, got shape {tuple(attn_mask.shape)}") from None
-    if attn_mask.dtype == torch.bool:
-        hidden = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device)
-        expanded = hidden.masked_fill_(~attn_mask, -math.inf).expand(shape)
-    return _four_axes(expanded)
 
 
 def _four_axes(x):
