@@ -38,8 +38,17 @@ def one(x, cu, b):
     return x[cu[b] : cu[b + 1]].transpose(0, 1)[None]
 
 
+def same(a, b, name):
+    """Hold to the bit where kernels are interpreted; compiled, packed and dense code may fuse and round differently."""
+    if ON_GPU:
+        near = 1e-4 if a.dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(a, b, rtol=near, atol=near, msg=lambda text: f"{name}: {text}")
+    else:
+        assert torch.equal(a, b), name
+
+
 def compare(lengths, make=lambda b, lengths: {}, dtype=torch.float32, **shape):
-    """Hold a packed call against a loop: bits of out, lse, dq, dk, dv; the rest to rounding.
+    """Hold a packed call against a loop: out, lse, dq, dk, dv as `same` says, the rest to rounding.
 
     make(None, …) gives the options of the packed call, make(b, …) those of sequence b.
     """
@@ -58,8 +67,8 @@ def compare(lengths, make=lambda b, lengths: {}, dtype=torch.float32, **shape):
         leaves = [one(x, cu, b).detach().requires_grad_() for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k))]
         alone = flash_attention(*leaves, return_lse=True, **make(b, lengths))
         rows = slice(cu_q[b], cu_q[b + 1])
-        assert torch.equal(alone[0][0].transpose(0, 1), out[rows]), b
-        assert torch.equal(alone[1][0], lse[:, rows]), b
+        same(alone[0][0].transpose(0, 1), out[rows], f"out of sequence {b}")
+        same(alone[1][0], lse[:, rows], f"lse of sequence {b}")
         sent = one(dout, cu_q, b), dlse[None, :, rows]
         alone = torch.autograd.grad(alone, (*leaves, *shared), sent)
         for grad, x, cu in zip(grads, alone, (cu_q, cu_k, cu_k), strict=False):
@@ -67,7 +76,7 @@ def compare(lengths, make=lambda b, lengths: {}, dtype=torch.float32, **shape):
         for grad, x in zip(grads[3:], alone[3:], strict=True):
             grad += x
     for name, a, b in zip("qkv", got, grads, strict=False):
-        assert torch.equal(a, b), f"d{name}"
+        same(a, b, f"d{name}")
     for a, b in zip(got[3:], grads[3:], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert (out[cu_q[-1] :] == 0).all()
