@@ -12,7 +12,7 @@ import torch
 from flashlib import tiles
 from flashlib.device import tl, triton
 from flashlib.dropout import thinned
-from flashlib.mods import changed, changed_gradient, key_range, query_range, reduced, visible
+from flashlib.mods import changed, changed_gradient, key_range, query_range, visible
 from flashlib.options import call_of
 from flashlib.tiles import load_tile, packed_tile, spans, store_tile
 
@@ -68,7 +68,6 @@ def recompute_p(
     """Return p from s = qk and the lse of its rows; `tested` tells whether some pairs of the tile may not count."""
     if SCORE is not None or softcap is not None or alibi is not None or bias is not None:
         log_p = changed(s, lse, b, h, i, j, seqlen_q, seqlen_k, scale, softcap, alibi, bias, score_aux, SCORE, ACCURATE)
-        log_p = reduced(log_p, lse, bias)
     else:
         log_p = s * qk_scale - lse
     if tested:

@@ -11,7 +11,7 @@ import torch
 from flashlib import tiles
 from flashlib.device import tl, triton
 from flashlib.dropout import thinned
-from flashlib.mods import changed, key_range, log_sum, visible
+from flashlib.mods import changed, key_range, visible
 from flashlib.options import NO_CHANGE, call_of
 from flashlib.tiles import load_tile, packed_tile, spans, store_tile
 
@@ -95,7 +95,7 @@ def _forward_kernel(
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     out = acc * (1.0 / l_safe)[:, None]
     store_tile(out_ptr, stride_out, out, b, h, first_m, seqlen_q, BLOCK_M, COLS_V, HEAD_DIM_V, WIDE, start_q)
-    lse = log_sum(m_i, l_safe, bias) * LN_2
+    lse = (m_i + tl.log2(l_safe)) * LN_2
     tl.store(lse_ptr + row + offs_m, lse, mask=offs_m < seqlen_q)
 
 

@@ -16,13 +16,6 @@ import torch
 from flashlib.device import tl, triton
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# A bias below the first is a mask's way to say "hidden": all such count as the second, which leaves room for a score.
-_HIDING = tl.constexpr(-1e8)
-_HIDDEN = tl.constexpr(-1e38)
-# An lse below this is that of a row in which every key is hidden so. Beside -1e38 its log2 of the number of keys would
-# be lost in rounding: it is stored this many times as large, which 2**24 keys do not exhaust.
-_LOW = tl.constexpr(-1e37)
-_ENLARGED = tl.constexpr(2.0**122)
 _REGISTERED = {}
 
 
@@ -310,32 +303,11 @@ def _built_in(
 
 @triton.jit
 def load_bias(bias, b, h, i, j, seqlen_q, seqlen_k):
-    """Load a tile of the bias: -inf hides a key, and numbers below _HIDING all become _HIDDEN, so nothing overflows."""
+    """Load a tile of the bias. A number that float32 can hardly hold hides a key as -inf does: nothing overflows."""
     ptrs = bias[0] + b.to(tl.int64) * bias[1] + h.to(tl.int64) * bias[2]
     ptrs = ptrs + i.to(tl.int64) * bias[3] + j.to(tl.int64) * bias[4]
     tile = tl.load(ptrs, mask=(i < seqlen_q) & (j < seqlen_k), other=0.0)
-    if tile.dtype == tl.float16:
-        # Its numbers end long before those.
-        return tile
-    return tl.where((tile < _HIDING) & (tile > float("-inf")), _HIDDEN, tile)
-
-
-@triton.jit
-def log_sum(m, l, bias):
-    """Return log2 of l·2**m, a row's lse in base 2: enlarged, as `reduced` knows, where a bias hides all of its keys."""
-    if bias is None:
-        lse = m + tl.log2(l)
-    else:
-        lse = m + tl.log2(l) * tl.where((m < _LOW) & (m > float("-inf")), _ENLARGED, 1.0)
-    return lse
-
-
-@triton.jit
-def reduced(log_p, lse, bias):
-    """Return log2 of p from scores less an lse as `log_sum` gives it."""
-    if bias is not None:
-        log_p = log_p * tl.where(lse < _LOW, 1.0 / _ENLARGED, 1.0)
-    return log_p
+    return tl.where(tile < -1e38, float("-inf"), tile)
 
 
 @triton.jit

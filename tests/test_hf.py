@@ -17,10 +17,10 @@ except ImportError:
 needs_transformers = pytest.mark.skipif(
     transformers is None, reason="transformers is not installed: pip install transformers (it is no dependency)"
 )
-SIZES = dict(
-    vocab_size=61, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=64, pad_token_id=0,
-)  # fmt: skip
+SIZES = {
+    "vocab_size": 61, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
 
 
 def llama(**changes):
@@ -29,18 +29,18 @@ def llama(**changes):
 
 def gemma(**changes):
     # A layer with a window of 9 keys and one without; a cap and weights that make the cap count.
-    special = dict(
-        sliding_window=9, attn_logit_softcapping=2.0, query_pre_attn_scalar=4, initializer_range=0.3,
-        layer_types=["sliding_attention", "full_attention"],
-    )  # fmt: skip
+    special = {
+        "sliding_window": 9, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4, "initializer_range": 0.3,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
     return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES | special | changes))
 
 
 def gpt_oss(**changes):
-    special = dict(
-        sliding_window=9, layer_types=["sliding_attention", "full_attention"], num_local_experts=2,
-        num_experts_per_tok=1, initializer_range=0.3, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    )  # fmt: skip
+    special = {
+        "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"], "num_local_experts": 2,
+        "num_experts_per_tok": 1, "initializer_range": 0.3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }  # fmt: skip
     return transformers.GptOssForCausalLM(transformers.GptOssConfig(**SIZES | special | changes))
 
 
