@@ -59,8 +59,8 @@ def attention(
         (out, None): out (batch, seqlen_q, nheads, head_dim_v), contiguous; weights are never stored.
 
     Raises:
-        ValueError: sinks are given, or `flash_attention` cannot take something, such as a head_dim that is no multiple of
-            8 from 16 to 256.
+        ValueError: sinks are given, or `flash_attention` cannot take something, such as a head_dim that is no multiple
+            of 8 from 16 to 256.
     """
     if sinks is not None:
         raise ValueError(f"sinks must be None: one logit a head is taken (s_aux), got shape {tuple(sinks.shape)}")

@@ -39,7 +39,8 @@ def gemma(**changes):
 def gpt_oss(**changes):
     special = {
         "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"], "num_local_experts": 2,
-        "num_experts_per_tok": 1, "initializer_range": 0.3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "num_experts_per_tok": 1, "initializer_range": 0.3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }  # fmt: skip
     return transformers.GptOssForCausalLM(transformers.GptOssConfig(**SIZES | special | changes))
 
