@@ -50,11 +50,16 @@ def test_philox_gives_the_published_answers(counter, key, result):
     assert out.cpu().numpy().view(np.uint32).tolist() == result
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 1e-10, 0.1, 0.5, 1 - 1e-12])
-@pytest.mark.parametrize("tile", [(16, 32, False), (64, 16, False), (16, 64, True), (64, 64, True)])
+@pytest.mark.parametrize(
+    ("dropout_p", "tile"),
+    [
+        (0.5, (16, 32, False)), (0.5, (64, 16, False)), (0.5, (16, 64, True)), (0.5, (64, 64, True)),
+        (0.0, (64, 64, False)), (1e-10, (64, 64, True)), (0.1, (64, 64, False)), (1 - 1e-12, (64, 64, True)),
+    ],
+)  # fmt: skip
 def test_any_tile_decides_as_the_twin_in_numpy(dropout_p, tile):
-    want = dropout.keep_mask(*SEED, dropout_p, 2, 3, 37, 70)
-    assert np.array_equal(decided(SEED, dropout_p, 2, 3, 37, 70, *tile), want)
+    want = dropout.keep_mask(*SEED, dropout_p, 2, 2, 37, 70)
+    assert np.array_equal(decided(SEED, dropout_p, 2, 2, 37, 70, *tile), want)
 
 
 def test_a_decision_does_not_depend_on_the_sizes():
@@ -146,7 +151,7 @@ def multiplications(transposed, capability):
 
 @pytest.mark.skipif(not device._installed("triton"), reason="needs Triton")
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.compile)])
 def test_four_weights_share_one_call_in_both_orientations(transposed, capability):
     # A call has 40 products: 10 a weight if four share it, 40 if the compiler did not see that.
     assert multiplications(transposed, capability) < 11

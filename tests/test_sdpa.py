@@ -1,12 +1,15 @@
 """The drop-in against PyTorch's function: forward and gradients, over drawn shapes, masks and options."""
 
+import math
+
 import pytest
 import torch
 from attention_cases import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashlib.sdpa import scaled_dot_product_attention as ours
+from flashlib import dropout, reference
+from flashlib import scaled_dot_product_attention as ours
 
 theirs = torch.nn.functional.scaled_dot_product_attention
 
@@ -32,9 +35,21 @@ def compare(tensors, mask=None, **options):
         assert ((got - want).abs() <= bound).all()
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+# Leading axes of query, key and value: none, one, equal, broadcast in several ways, grouped heads.
+LEADING = [
+    ((), (), ()),
+    ((2,), (2,), (2,)),
+    ((1, 2, 1), (1, 2, 1), (1, 2, 1)),
+    ((2, 1), (1, 2), (2,)),
+    ((), (2,), (2, 1)),
+    ((1, 4), (1, 2), (1, 2)),
+    ((1, 2), (2, 1), (2, 1)),
+]
+
+
+@settings(max_examples=14, deadline=None, derandomize=True)
 @given(
-    leading=st.sampled_from([(), (3,), (2, 2), (2, 1, 2)]),
+    leading=st.sampled_from(LEADING),
     seqlen_q=st.integers(1, 20),
     seqlen_k=st.integers(1, 20),
     head_dims=st.sampled_from([(16, 16), (24, 16), (16, 32)]),
@@ -43,9 +58,14 @@ def compare(tensors, mask=None, **options):
     scale=st.sampled_from([None, 0.3, -0.2]),
 )
 def test_fuzzed_against_pytorch(leading, seqlen_q, seqlen_k, head_dims, kind, spread, scale):
-    q, k = (randn(*leading, s, head_dims[0], seed=s) for s in (seqlen_q, seqlen_k))
-    v = randn(*leading, seqlen_k, head_dims[1], seed=3)
-    shape = {"full": (*leading, seqlen_q, seqlen_k), "keys": (1, seqlen_k), "one head": (seqlen_q, seqlen_k)}[spread]
+    q = randn(*leading[0], seqlen_q, head_dims[0], seed=seqlen_q)
+    k = randn(*leading[1], seqlen_k, head_dims[0], seed=seqlen_k)
+    v = randn(*leading[2], seqlen_k, head_dims[1], seed=3)
+    # Grouped heads are not broadcast: their numbers differ, and none is 1 but for one group of all.
+    grouped = leading in LEADING[-2:]
+    heads = leading[0][-1:] if grouped else ()
+    full = (*torch.broadcast_shapes(*(x[:-1] if grouped else x for x in leading)), *heads)
+    shape = {"full": (*full, seqlen_q, seqlen_k), "keys": (1, seqlen_k), "one head": (seqlen_q, seqlen_k)}[spread]
     mask = None
     if kind not in ("none", "causal"):
         mask = randn(*shape, seed=4)
@@ -55,7 +75,7 @@ def test_fuzzed_against_pytorch(leading, seqlen_q, seqlen_k, head_dims, kind, sp
             mask[..., 0] = True
         if kind == "empty row":
             mask[..., -1, :] = False
-    compare((q, k, v), mask, is_causal=kind == "causal", scale=scale)
+    compare((q, k, v), mask, is_causal=kind == "causal", scale=scale, enable_gqa=grouped)
 
 
 @pytest.mark.parametrize("lengths", [(5, 9), (9, 5), (7, 7)])
@@ -72,9 +92,47 @@ def test_leading_axes_broadcast():
 
 
 def test_grouped_heads():
-    for causal in (False, True):
-        k, v = (randn(2, 2, 9, 16, seed=s) for s in (1, 2))
-        compare((randn(2, 4, 5, 16), k, v), is_causal=causal, enable_gqa=True)
+    k, v = (randn(2, 2, 9, 16, seed=s) for s in (1, 2))
+    compare((randn(2, 4, 5, 16), k, v), is_causal=True, enable_gqa=True)
+
+
+@pytest.mark.parametrize("kind", ["causal", "grouped", "mask"])
+def test_dropout_thins_the_weights_that_its_seed_says(kind):
+    dropout_p, nheads_kv = 0.4, 2 if kind == "grouped" else 4
+    # Two leading axes are folded into the batch that the seed counts in.
+    leaves = [randn(2, 1, n, s, 16, seed=n + s).requires_grad_() for n, s in ((4, 9), (nheads_kv, 11), (nheads_kv, 11))]
+    mask = randn(9, 11, seed=3).requires_grad_() if kind == "mask" else None
+    torch.manual_seed(5)
+    seed = dropout.seed_for(None, DEVICE).tolist()
+    keep = torch.from_numpy(dropout.keep_mask(*seed, dropout_p, 2, 4, 9, 11)).to(DEVICE)
+    torch.manual_seed(5)
+    out = ours(*leaves, mask, dropout_p, is_causal=kind == "causal", enable_gqa=kind == "grouped")
+    exact = [x.detach().double().flatten(0, 1).requires_grad_() for x in leaves]
+    options = {"mask": torch.ones(9, 11, dtype=torch.bool, device=DEVICE).tril()} if kind == "causal" else {}
+    if mask is not None:
+        leaves, exact = [*leaves, mask], [*exact, mask.detach().double().requires_grad_()]
+        options = {"bias": exact[3]}
+    want = reference.attention(*exact[:3], dropout_p=dropout_p, keep=keep, **options)
+    dout = randn(*want.shape, seed=9)
+    got = out.flatten(0, 1), *torch.autograd.grad(out, leaves, dout.view(out.shape))
+    for a, b in zip(got, (want, *torch.autograd.grad(want, exact, dout.double())), strict=True):
+        assert (a.reshape(b.shape).double() - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+def test_finfo_min_hides_keys_from_large_scores():
+    q, k, v = (randn(1, 2, s, 16, seed=n).requires_grad_() for n, s in enumerate((12, 20, 20)))
+    mask = torch.where(randn(12, 20, seed=4) > 0, 0.0, torch.finfo(torch.float32).min)
+    assert (mask == 0).any(1).all()
+    mask[3] = -math.inf
+    compare((q, k, v), mask)
+    for factor in (1e3, -1e3):
+        found = []
+        for hidden in (mask, mask.masked_fill(mask < 0, -math.inf)):
+            out = ours(factor * q, k, v, hidden)
+            found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        assert (out[:, :, 3] == 0).all()
+        assert all(x.isfinite().all() for x in found[0])
 
 
 def test_a_row_without_a_key_is_zero():
