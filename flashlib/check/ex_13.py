@@ -1,4 +1,4 @@
-"""Exercises of chapter 13: one row of dropped attention, a decision from a place, the gradients of a dropped tile."""
+"""Exercises of chapter 13: rows of dropped attention, a decision from a place, a dropped tile's gradients, Philox."""
 
 import numpy as np
 
@@ -289,4 +289,87 @@ GRADIENT = Exercise(
     ),
 )
 
-EXERCISES = [ROWS, DECISION, GRADIENT]
+# --- 13.4 ----------------------------------------------------------------------------------------------------------
+
+
+def _cases_philox():
+    return [
+        # The answers after ten rounds are published: Random123, tests/kat_vectors, philox2x32 10.
+        Case("counter 0 0, key 0, one round", (0, 0), 0, 1),
+        Case("counter 1 2, key 3, one round", (1, 2), 3, 1),
+        Case("counter 5 6, key 7, two rounds", (5, 6), 7, 2),
+        Case("counter 0 0, key 0, ten rounds", (0, 0), 0, 10),
+        Case("all bits set, ten rounds", (0xFFFFFFFF, 0xFFFFFFFF), 0xFFFFFFFF, 10),
+        Case("digits of pi, ten rounds", (0x243F6A88, 0x85A308D3), 0x13198A2E, 10),
+    ]
+
+
+PHILOX = Exercise(
+    id="13.4",
+    title="Philox's small sibling",
+    level=1,
+    task=(
+        "Philox-2x32 has a counter of two 32-bit words and a key of one. A round makes one product of 64 bits, `c0` "
+        "times `M`. The new `c0` is its high half, exclusive or the key, exclusive or `c1`; the new `c1` is its low "
+        "half. Before each further round the key grows by `STEP`, modulo `2**32`. Write "
+        "`philox_2x32(counter, key, rounds)` with Python's whole numbers; return the two words."
+    ),
+    name="philox_2x32",
+    stub="""M, STEP = 0xD256D193, 0x9E3779B9
+
+
+def philox_2x32(counter, key, rounds):
+    \"\"\"Return two integers from 0 to 2**32 - 1.\"\"\"
+    raise NotImplementedError
+""",
+    solution="""M, STEP = 0xD256D193, 0x9E3779B9
+
+
+def philox_2x32(counter, key, rounds):
+    \"\"\"Return two integers from 0 to 2**32 - 1.\"\"\"
+    c0, c1 = counter
+    for step in range(rounds):
+        k = (key + step * STEP) % 2**32
+        high, low = divmod(c0 * M, 2**32)
+        c0, c1 = high ^ k ^ c1, low
+    return c0, c1
+""",
+    cases=_cases_philox,
+    also_right=(
+        """def philox_2x32(counter, key, rounds):
+    c = list(counter)
+    for _ in range(rounds):
+        product = c[0] * 0xD256D193
+        c = [(product >> 32) ^ key ^ c[1], product & 0xFFFFFFFF]
+        key = (key + 0x9E3779B9) & 0xFFFFFFFF
+    return tuple(c)
+""",
+    ),
+    wrong=(
+        Wrong("the key is not moved on: every round uses the same one", edit=("(key + step * STEP)", "key")),
+        Wrong(
+            "the high and the low half of the product are swapped: the high half is mixed, the low one handed on",
+            edit=("high, low =", "low, high ="),
+        ),
+        Wrong(
+            "the key is moved on before the first round: that one uses the key as it is given",
+            edit=("key + step * STEP", "key + (step + 1) * STEP"),
+        ),
+        Wrong(
+            "the key grows past 32 bits: its sum is taken modulo 2**32",
+            edit=("(key + step * STEP) % 2**32", "key + step * STEP"),
+        ),
+        Wrong("the high half of the product is lost", edit=("divmod(c0 * M, 2**32)", "0, c0 * M % 2**32")),
+        Wrong("the key is not mixed in: every seed would give the same numbers", edit=("high ^ k ^", "high ^")),
+        Wrong("c1 is not mixed in: a round forgets half of the counter", edit=(" ^ k ^ c1", " ^ k")),
+        Wrong("the two new words are swapped", edit=("c0, c1 = high ^ k ^ c1, low", "c1, c0 = high ^ k ^ c1, low")),
+        Wrong(
+            "c1 is multiplied: the product is of c0, and c1 is mixed into its high half",
+            edit=("c0, c1 = high ^ k ^ c1, low", "c0, c1 = c1 * M // 2**32 ^ k ^ c0, c1 * M % 2**32"),
+        ),
+        Wrong("there is one round too few", edit=("range(rounds)", "range(rounds - 1)")),
+        Wrong("the key grows by the multiplier, not by STEP", edit=("step * STEP", "step * M")),
+    ),
+)
+
+EXERCISES = [ROWS, DECISION, GRADIENT, PHILOX]
