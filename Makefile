@@ -8,7 +8,7 @@ PYTHON ?= python3
 JOBS ?= auto
 RUN := .venv/bin/python
 EXTRAS := course,test,book
-KERNEL_TESTS := $(patsubst %,tests/test_%.py,gpu mutants forward forward_steps backward backward_atomic mods tiles fused_softmax)
+KERNEL_TESTS := $(patsubst %,tests/test_%.py,gpu mutants forward forward_steps backward backward_atomic mods tiles fused_softmax decode)
 # Ends with 0 if every package that pip recorded still lies where it was put.
 COMPLETE := $(RUN) -c 'import importlib.metadata as m, re, sys; \
 	sys.exit(not all(d.locate_file(f).exists() for d in m.distributions() \

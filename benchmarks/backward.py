@@ -31,8 +31,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashlib import bench, reference, tiles
+from flashlib.attention import flash_attention
 from flashlib.backward_atomic import backward_atomic
-from flashlib.forward import flash_attention
 
 TOKENS = 16384
 WIDTH = 2048

@@ -34,7 +34,7 @@ import torch
 from cost import FIELDS, fused
 
 from flashlib import bench
-from flashlib.forward import flash_attention
+from flashlib.attention import flash_attention
 
 TOKENS, WIDTH = 16384, 2048
 HEAD_DIMS = (64, 128)

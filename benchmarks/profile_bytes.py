@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from flashlib import bench, cost, tiles
-from flashlib.forward import flash_attention
+from flashlib.attention import flash_attention
 
 NHEADS = 16
 SHAPES = [(seqlen, 128, causal) for causal in (False, True) for seqlen in (4096, 8192, 16384)]

@@ -18,6 +18,7 @@ import time
 import torch
 
 from flashlib import backward, bench, forward, tiles
+from flashlib.options import Options
 from flashlib.tiles import Tile
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -58,16 +59,16 @@ def inputs(head_dim, dtype, seqlen, tokens=TOKENS):
 def runner(kernel, tile, descriptors, tensors, causal):
     """Return a function that runs one kernel with one tile (for dkdv and dq the delta kernel too)."""
     q, k, v, dout = tensors
-    options = (causal, q.shape[3] ** -0.5, "", "", 0, [])
+    options = Options(right=0 if causal else None, scale=q.shape[3] ** -0.5)
     # A true lse needs a forward pass; a large one keeps every p small, which no kernel's time depends on.
     lse = torch.full(q.shape[:3], 10.0, device=q.device)
 
     def run():
         tiles.tile_for, tiles.DESCRIPTOR_FROM = lambda *_: tile, 0 if descriptors else 2**40
         if kernel == "forward":
-            forward._forward(q, k, v, *options)
+            forward.forward(q, k, v, options)
         else:
-            backward.gradients(q, k, v, dout, lse, dout, None, kernel == "dq", kernel == "dkdv", *options)
+            backward.gradients(q, k, v, dout, lse, dout, None, kernel == "dq", kernel == "dkdv", options)
 
     return run
 

@@ -12,7 +12,13 @@ from flashlib import device
 __version__ = "0.1.0"
 
 # Public names that live in a module, fetched with it on first use.
-_HOME = {"report": "device", "flash_attention": "forward"}
+_HOME = {
+    "report": "device",
+    "flash_attention": "attention",
+    "flash_attention_varlen": "varlen",
+    "flash_decode": "decode",
+    "scaled_dot_product_attention": "sdpa",
+}
 
 device.settle()
 

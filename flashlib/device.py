@@ -316,6 +316,21 @@ def check_launch(tensor, name):
     check_capability(torch.cuda.get_device_capability(tensor.device), tensor.dtype)
 
 
+def checks_values(tensor):
+    """Tell whether the values in index tensors beside `tensor` are to be checked: lengths, page numbers.
+
+    On the CPU always. On a GPU the host would have to wait for them, so only where the environment variable
+    FLASHLIB_CHECK is set to 1, and never while a CUDA graph is being captured.
+    """
+    if tensor.device.type == "cpu":
+        return True
+    if os.environ.get("FLASHLIB_CHECK", "").lower() not in _ON:
+        return False
+    import torch
+
+    return not torch.cuda.is_current_stream_capturing()
+
+
 # --- the report ------------------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ def implementations(dtype, causal, seqlen):
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from flashlib.forward import flash_attention
+    from flashlib.attention import flash_attention
 
     def sdpa(backend):
         def run(q, k, v):
@@ -33,9 +33,12 @@ def implementations(dtype, causal, seqlen):
 
         return run
 
-    found = {"flashlib_portable": lambda q, k, v: flash_attention(q, k, v, causal=causal)}
+    found = {"flashlib_portable": lambda q, k, v: flash_attention(q, k, v, causal=causal, backend="portable")}
     if dtype == "fp32":
         return found | {"mem_efficient": sdpa(SDPBackend.EFFICIENT_ATTENTION)}
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+        # Its backward is the portable one, so only the forward is its own.
+        found["flashlib_hopper"] = lambda q, k, v: flash_attention(q, k, v, causal=causal, backend="hopper")
     found |= {"fa2": sdpa(SDPBackend.FLASH_ATTENTION), "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION)}
     found["flex"] = _flex(torch, causal, seqlen)
     for name, module in (("fa3", "fa3_fwd_interface"), ("fa4", "flash_attn.cute.interface")):
@@ -107,7 +110,7 @@ def attention_rows(head_dim, causal, seqlen, dtype, rounds=20, only=None):
         try:
             results[name] = (function(q, k, v).detach(),)
             forwards[name] = lambda function=function: function(q, k, v)
-            if name != "fa3":
+            if name not in ("fa3", "flashlib_hopper"):
                 out = function(*leaves)
                 backwards[name] = lambda out=out: torch.autograd.grad(out, leaves, dout, retain_graph=True)
                 results[name] = (out.detach(), *backwards[name]())

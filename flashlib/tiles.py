@@ -22,6 +22,8 @@ _COMPILED = {}
 
 # Descriptors cost the host some time, which pays from this length on.
 DESCRIPTOR_FROM = 512
+# Row number of the end of a sequence in the descriptor of a packed tensor.
+FAR = tl.constexpr(2**30)
 
 
 class Tile(NamedTuple):
@@ -51,40 +53,99 @@ def load_tile(
     DIM: tl.constexpr,
     DESCRIPTOR: tl.constexpr,
     WIDE: tl.constexpr,
+    start=0,
 ):
-    """Load rows first … first + ROWS of x[b, h]; what lies past `length` rows or DIM columns is 0. [ROWS, COLS]"""
+    """Load rows first … first + ROWS of x[b, h]; what lies past `length` rows or DIM columns is 0. [ROWS, COLS]
+
+    In a packed tensor the rows of sequence b begin at row `start`. DESCRIPTOR: 0 for pointers, 1 for a descriptor, 2
+    for that of `packed_descriptor`.
+    """
     if DESCRIPTOR:
-        # Rank 4, so that the copy engine itself knows where this head's rows end.
-        tile = x.load([b, h, first, 0]).reshape(ROWS, COLS)
+        if DESCRIPTOR == 1:
+            # Rank 4, so that the copy engine itself knows where this head's rows end.
+            tile = x.load([b, h, first, 0]).reshape(ROWS, COLS)
+        else:
+            # Its last row is this sequence's last.
+            tile = x.load([FAR, start + length, h, FAR - length + first, 0]).reshape(ROWS, COLS)
     else:
         inside = (first + tl.arange(0, ROWS) < length)[:, None]
         if DIM < COLS:
             inside = inside & (tl.arange(0, COLS) < DIM)[None, :]
-        tile = tl.load(tile_pointers(x, stride, b, h, first, ROWS, COLS, WIDE), mask=inside, other=0.0)
+        tile = tl.load(tile_pointers(x, stride, b, h, first, ROWS, COLS, WIDE, start), mask=inside, other=0.0)
     return tile
 
 
 @triton.jit
 def store_tile(
-    x, stride, tile, b, h, first, length, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr
-):
+    x, stride, tile, b, h, first, length, ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    start=0,
+):  # fmt: skip
     """Store a tile [ROWS, COLS] to x[b, h] from row `first` on, but nothing past `length` rows or DIM columns."""
     inside = (first + tl.arange(0, ROWS) < length)[:, None] & (tl.arange(0, COLS) < DIM)[None, :]
-    ptrs = tile_pointers(x, stride, b, h, first, ROWS, COLS, WIDE)
+    ptrs = tile_pointers(x, stride, b, h, first, ROWS, COLS, WIDE, start)
     tl.store(ptrs, tile.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def tile_pointers(x, stride, b, h, first, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr):
+def tile_pointers(
+    x, stride, b, h, first, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr, start=0
+):  # fmt: skip
     """Return the addresses of x[b, h, first:first + ROWS, :COLS]. [ROWS, COLS]"""
     row = tl.arange(0, ROWS)
     col = tl.arange(0, COLS)
     if WIDE:
         row = row.to(tl.int64)
         col = col.to(tl.int64)
+    first = first + start
     # One number a program is 64 bits wide; inside a tile 32 bits reach far enough unless WIDE.
-    start = b.to(tl.int64) * stride[0] + h.to(tl.int64) * stride[1] + tl.cast(first, tl.int64) * stride[2]
-    return x + start + (row * stride[2])[:, None] + (col * stride[3])[None, :]
+    begin = b.to(tl.int64) * stride[0] + h.to(tl.int64) * stride[1] + tl.cast(first, tl.int64) * stride[2]
+    return x + begin + (row * stride[2])[:, None] + (col * stride[3])[None, :]
+
+
+@triton.jit
+def packed_tile(packed, AXIS: tl.constexpr, total, BLOCK: tl.constexpr, LANES: tl.constexpr):
+    """Return sequence, head and tile of a program over packed sequences; past the last sequence there is nothing to do.
+
+    packed: (cu_q, cu_k, batch); AXIS: 0 for tiles of queries, 1 of keys; total: rows of the packed tensor, which have
+    total // BLOCK + batch tiles at most.
+    """
+    most = total // BLOCK + packed[2]
+    number = tl.program_id(0) % most
+    lane = tl.arange(0, LANES)
+    begin = tl.load(packed[AXIS] + lane, mask=lane < packed[2], other=0)
+    end = tl.load(packed[AXIS] + lane + 1, mask=lane < packed[2], other=0)
+    tiles = tl.cdiv(end - begin, BLOCK)
+    # A sequence lies before this tile if its tiles end there; lanes past the batch are the last to be passed.
+    before = tl.cumsum(tiles, 0) <= number
+    b = tl.sum(before.to(tl.int32), 0)
+    return b, tl.program_id(0) // most, number - tl.sum(tl.where(before, tiles, 0), 0)
+
+
+@triton.jit
+def spans(packed, b, seqlen_q, seqlen_k):
+    """Return where sequence b begins and how long it is, in q and in k; a dense one begins at 0."""
+    if packed is None:
+        return 0, seqlen_q, 0, seqlen_k
+    else:
+        start_q = tl.load(packed[0] + b)
+        start_k = tl.load(packed[1] + b)
+        return start_q, tl.load(packed[0] + b + 1) - start_q, start_k, tl.load(packed[1] + b + 1) - start_k
+
+
+@triton.jit
+def _fill_tail_kernel(
+    x_ptr, stride, cu_ptr, batch, nheads, total, value, DIM: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    end = tl.load(cu_ptr + batch)
+    if tl.program_id(0) * ROWS + ROWS <= end:
+        return
+    cols = tl.arange(0, COLS)
+    inside = ((rows >= end) & (rows < total))[:, None] & (cols < DIM)[None, :]
+    for h in tl.range(0, nheads):
+        ptrs = x_ptr + tl.cast(h, tl.int64) * stride[1] + rows.to(tl.int64)[:, None] * stride[2]
+        ptrs += cols.to(tl.int64)[None, :] * stride[3]
+        tl.store(ptrs, tl.full([ROWS, COLS], value, x_ptr.dtype.element_ty), mask=inside)
 
 
 @functools.cache
@@ -132,6 +193,25 @@ def descriptor(x, rows, columns):
     # The stride of an axis of length 1 is never used, but the hardware wants it well formed.
     strides = [s if n > 1 else unit for s, n in zip(x.stride()[:3], x.shape, strict=False)] + [1]
     return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, columns])
+
+
+def packed_descriptor(x, rows, columns):
+    """Return a descriptor of packed x, (1, nheads, total, head_dim), for tiles that stop at their sequence's end.
+
+    The axis of rows is FAR long, and a sequence's row number FAR is its end, so that what follows is out of bounds and
+    reads as 0. Row FAR - r is r rows before the end: another axis of the same stride adds the end's place, and a third
+    takes FAR rows back. Its stride is 2**34 elements less one row: FAR steps of 2**34 elements are a multiple of 2**64
+    bytes, which is 0, because addresses have 64 bits.
+
+    Source: the idea is that of `triton.tools.ragged_tma`.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    stride_h, stride_m = x.stride()[1:3]
+    if x.shape[1] == 1:
+        stride_h = 16 // x.element_size()
+    shape = [2**31 - 2**16, 2**31 - 2**16, x.shape[1], FAR.value, x.shape[3]]
+    return TensorDescriptor(x, shape, [2**34 - stride_m, stride_m, stride_h, stride_m, 1], [1, 1, 1, rows, columns])
 
 
 @functools.cache
@@ -196,6 +276,17 @@ TILES = {
     ("forward", 100, 4): {64: (64, 32, 4, 2), 128: (64, 32, 8, 2), 256: (16, 16, 4, 1)},
     ("dkdv", 100, 4): {64: (32, 32, 4, 2), 128: (32, 32, 8, 1), 256: (16, 16, 4, 1)},
     ("dq", 100, 4): {64: (32, 32, 4, 2), 128: (32, 16, 4, 1), 256: (16, 16, 4, 1)},
+    # block_m is the most rows, the new tokens of a group of heads, that one program takes.
+    ("decode", 90, 2): {64: (64, 128, 4, 4), 128: (64, 64, 4, 4), 256: (64, 32, 4, 4)},
+    ("decode", 90, 4): {64: (64, 64, 4, 3), 128: (64, 32, 4, 3), 256: (16, 16, 8, 2)},
+    ("decode", 75, 2): {64: (64, 32, 4, 1), 128: (32, 32, 4, 1)},
+    ("decode", 75, 4): {64: (32, 32, 4, 1), 128: (16, 32, 4, 1)},
+    ("decode", 80, 2): {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 4, 3)},
+    ("decode", 80, 4): {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (16, 16, 8, 2)},
+    ("decode", "99", 2): {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 4, 2)},
+    ("decode", "99", 4): {64: (32, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 16, 8, 2)},
+    ("decode", 100, 2): {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 4, 3)},
+    ("decode", 100, 4): {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (16, 16, 8, 2)},
 }
 
 
@@ -226,23 +317,25 @@ class Plan(NamedTuple):
         """Return what the kernel takes for the two tensors that its loop loads: descriptors, or the tensors."""
         if not self.constants["DESCRIPTOR"]:
             return tensors
+        make = descriptor if self.constants["LANES"] is None else packed_descriptor
         columns = self.constants["COLS"], self.constants["COLS_V"]
-        return tuple(descriptor(x, self.rows, n) for x, n in zip(tensors, columns, strict=True))
+        return tuple(make(x, self.rows, n) for x, n in zip(tensors, columns, strict=True))
 
 
-def plan(kernel, q, v, causal, loaded):
-    """Return the Plan of a kernel, "forward", "dkdv" or "dq", whose loop loads the tensors `loaded`."""
+def plan(kernel, q, v, causal, loaded, lanes=None):
+    """Return the Plan of a kernel, "forward", "dkdv" or "dq", whose loop loads `loaded`; lanes if packed."""
     architecture = architecture_of(q.device)
     columns = columns_of(q.shape[3], v.shape[3], q.element_size())
     tile = tile_for(kernel, architecture, q.element_size(), max(columns), causal)
     described = loaded[0].shape[2] >= DESCRIPTOR_FROM and all(describable(x, architecture) for x in loaded)
     strides = q.stride()[2:] + v.stride()[2:] + loaded[0].stride()[2:] + loaded[1].stride()[2:]
     rows = tile.block_m if kernel == "dkdv" else tile.block_n
-    return Plan(tile, rows, _constants(tile, q.shape[3], v.shape[3], columns, architecture, described, strides))
+    shapes = q.shape[3], v.shape[3], columns
+    return Plan(tile, rows, _constants(tile, *shapes, architecture, described, strides, lanes))
 
 
 @functools.lru_cache(maxsize=1024)
-def _constants(tile, head_dim, head_dim_v, columns, architecture, described, strides):
+def _constants(tile, head_dim, head_dim_v, columns, architecture, described, strides, lanes):
     return {
         "HEAD_DIM": head_dim,
         "HEAD_DIM_V": head_dim_v,
@@ -252,12 +345,24 @@ def _constants(tile, head_dim, head_dim_v, columns, architecture, described, str
         "BLOCK_N": tile.block_n,
         # float32 in three TF32 products has float32's accuracy; where there is no TF32, plain float32 arithmetic.
         "PRECISION": "tf32x3" if architecture >= 80 else "ieee",
-        "DESCRIPTOR": described,
+        "DESCRIPTOR": int(described) * (1 if lanes is None else 2),
         "WIDE": wide(strides),
+        "LANES": lanes,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
         "maxnreg": tile.max_registers,
     }
+
+
+def fill_tails(cu, *pairs):
+    """Set the rows behind the last packed sequence: pairs of a tensor (1, nheads, total, columns) and a value."""
+    for x, value in pairs:
+        if x.numel():
+            arguments = x, x.stride(), cu, cu.shape[0] - 1, x.shape[1], x.shape[2], value
+            launch(
+                _fill_tail_kernel, -(-x.shape[2] // 128), arguments,
+                {"DIM": x.shape[3], "COLS": padded(x.shape[3]), "ROWS": 128},
+            )  # fmt: skip
 
 
 def launch(kernel, programs, arguments, constants):
@@ -267,6 +372,8 @@ def launch(kernel, programs, arguments, constants):
     code up. For
     arguments like those of an earlier launch the code is known: that saves the host a good part of a short call.
     """
+    if not programs:
+        return
     if INTERPRETED:
         kernel[(programs,)](*arguments, **constants)
         return
@@ -288,7 +395,7 @@ def _fact(argument):
         return float
     if hasattr(argument, "block_shape"):
         return argument.base.dtype, argument.base.device, *argument.block_shape
-    if isinstance(argument, tuple) and argument and isinstance(argument[0], torch.Tensor):
+    if isinstance(argument, tuple) and argument and type(argument[0]) is not int:
         return tuple(map(_fact, argument))
     return argument
 
@@ -305,7 +412,12 @@ def empty_out(q, v):
 
 def pointers(tensors):
     """Return tensors as one argument of a kernel, bfloat16 widened where the interpreter cannot compute in it."""
-    return tuple(x.float() if x.device.type == "cpu" and x.dtype == torch.bfloat16 else x for x in tensors)
+    return tuple(map(pointer, tensors))
+
+
+def pointer(x):
+    """Return a tensor, or None, as an argument of a kernel, widened likewise."""
+    return x.float() if x is not None and x.device.type == "cpu" and x.dtype == torch.bfloat16 else x
 
 
 def on_device_of(x):

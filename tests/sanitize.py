@@ -16,8 +16,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from flashlib import fused_softmax, reference
+from flashlib.attention import flash_attention
 from flashlib.backward_atomic import backward_atomic
-from flashlib.forward import flash_attention
 
 # dtype, head_dim, head_dim_v, seqlen_q, seqlen_k, causal: with pointers, and, from 512 on, with descriptors.
 CASES = [

@@ -6,7 +6,8 @@ from attention_cases import DEVICE, ON_GPU, check, error, tensor
 from test_forward import DTYPES, FEW_ROWS, LAYOUTS, qkv
 
 from flashlib import reference, tiles
-from flashlib.forward import flash_attention
+from flashlib.attention import flash_attention
+from flashlib.options import Options
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -179,10 +180,13 @@ def test_torch_compile_without_a_graph_break():
 
 def test_opcheck():
     q, k, v = qkv(1, 1, 8, 8, 16)
-    options = (True, 0.25, "", "", 0, [])
-    torch.library.opcheck(torch.ops.flashlib.forward.default, (q, k, v, *options))
-    out, lse = torch.ops.flashlib.forward(q, k, v, *options)
-    torch.library.opcheck(torch.ops.flashlib.backward.default, (q, k, v, out, lse, out, None, True, True, *options))
+    bias, sinks = torch.randn(1, 1, 1, 8, device=DEVICE), torch.randn(1, device=DEVICE)
+    for options in (Options(right=0, scale=0.25, aux=[]), Options(bias, sinks, 3, None, 0.25, softcap=2.0, aux=[])):
+        torch.library.opcheck(torch.ops.flashlib.forward.default, (q, k, v, *options))
+        out, lse = torch.ops.flashlib.forward(q, k, v, *options)
+        wants = True, True, options.bias is not None, options.sinks is not None
+        arguments = q, k, v, out, lse, out, None, *wants, *options
+        torch.library.opcheck(torch.ops.flashlib.backward.default, arguments)
 
 
 def test_no_graph_is_kept_without_grad():

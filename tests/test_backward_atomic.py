@@ -11,9 +11,10 @@ import torch
 from attention_cases import DEVICE, allowed, error, plain_attention, seen_by
 from kernel_jobs import job
 
-from flashlib import compiler, reference, tiles
+from flashlib import backward, compiler, reference, tiles
+from flashlib.attention import _Attention, flash_attention
 from flashlib.backward_atomic import backward_atomic
-from flashlib.forward import _Attention, flash_attention
+from flashlib.options import Options
 
 
 def inputs(shape, dtype=torch.float32):
@@ -126,17 +127,19 @@ def test_backward_returns_one_gradient_for_each_argument():
     q, k, v, dout = inputs((1, 1, 8, 8, 16))
     out, lse = flash_attention(q, k, v, return_lse=True)
     for aux in ([], [torch.zeros(1, device=DEVICE)]):
-        kept = SimpleNamespace(saved_tensors=(q, k, v, out, lse, *aux), options=(False, 0.25, "", "", len(aux)))
-        kept.needs_input_grad, kept.n_inputs = (True, True, True), 8 + len(aux)
+        # 18 arguments, and the tensors of hooks.
+        bias, sinks, *numbers = Options(scale=0.25, n_mask=len(aux))[:11]
+        kept = SimpleNamespace(saved_tensors=(out, lse, q, k, v, bias, sinks, *[None] * 4, *aux), numbers=numbers)
+        kept.needs_input_grad = (True, True, True, *[False] * (15 + len(aux)))
         returned = _Attention.backward(kept, dout, None)
-        assert [x is not None for x in returned] == [True] * 3 + [False] * (5 + len(aux))
+        assert [x is not None for x in returned] == [True] * 3 + [False] * (15 + len(aux))
 
 
 def test_a_backward_that_assumes_causal_is_right_only_where_the_mask_takes_nothing():
     q, k, v, dout = inputs((1, 1, 40, 40, 16))
     out, lse = flash_attention(q, k, v, return_lse=True)
     given = q, k, v, out, lse, dout, None, True, True
-    right, wrong = (torch.ops.flashlib.backward(*given, causal, 0.25, "", "", 0, []) for causal in (False, True))
+    right, wrong = (backward.gradients(*given, Options(right=right, scale=0.25))[:3] for right in (None, 0))
     rows = [
         ((a - b).abs().amax(-1)[0, 0] < 1e-5).nonzero().flatten().tolist() for a, b in zip(wrong, right, strict=True)
     ]

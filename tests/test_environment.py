@@ -114,6 +114,8 @@ DISTRIBUTIONS = {
     "markdown_it": "markdown-it-py",
     "cycler": "matplotlib",
 }
+# What `flashlib.hf` registers itself with, for those who have it; its tests skip without.
+OPTIONAL = {"transformers"}
 OWN = {"flashlib", "book", "conftest"} | {
     path.stem for name in ("book", "tests") for path in (ROOT / name).glob("*.py")
 }
@@ -128,7 +130,7 @@ def imported(folder):
                 found |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 found.add(node.module.partition(".")[0])
-    found -= set(sys.stdlib_module_names) | OWN
+    found -= set(sys.stdlib_module_names) | OWN | OPTIONAL
     return {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in found}
 
 

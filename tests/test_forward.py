@@ -7,7 +7,7 @@ import torch
 from attention_cases import DEVICE, ON_GPU, check, error, tensor
 
 from flashlib import reference, tiles
-from flashlib.forward import flash_attention
+from flashlib.attention import flash_attention
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32] + ([] if ON_GPU else [torch.float64])
 
@@ -158,7 +158,10 @@ def _wrong(**changes):
         (_wrong(q=lambda q: q.int()), "q must have dtype float16, .* got torch.int32"),
         (_wrong(k=lambda k: k.half()), "k must have the dtype of q, torch.float32, got torch.float16"),
         (_wrong(v=lambda v: v.to("meta")), "v must be on the device of q, .* got meta"),
-        (_wrong(k=lambda k: k[:, :1]), r"k must have batch and nheads of q, \(1, 2\), got \(1, 1\)"),
+        (_wrong(k=lambda k: k.repeat(2, 1, 1, 1)), "k must have the batch of q, 1, got 2"),
+        (_wrong(k=lambda k: k[:, [0, 1, 1]]), "k must have a number of heads that divides that of q, 2, got 3"),
+        (_wrong(k=lambda k: k[:, :0]), "k must have a number of heads that divides that of q, 2, got 0"),
+        (_wrong(k=lambda k: k[:, :1]), "v must have the number of heads of k, 1, got 2"),
         (_wrong(q=lambda q: q[..., :8], k=lambda k: k[..., :8]), "q must have a head_dim .* from 16 to 256, got 8"),
         (_wrong(v=lambda v: v.repeat(1, 1, 1, 17)), "v must have a head_dim .* from 16 to 256, got 272"),
         (_wrong(k=lambda k: k.repeat(1, 1, 1, 2)), "k must have the head_dim of q, 16, got 32"),

@@ -7,7 +7,7 @@ import torch
 from attention_cases import DEVICE, ON_GPU, allowed, error, plain_attention, seen_by, tensor
 
 from flashlib import forward_steps, reference, tiles
-from flashlib.forward import flash_attention
+from flashlib.attention import flash_attention
 from flashlib.forward_steps import STEPS, has
 from flashlib.show import MAX_LINES, source_of
 

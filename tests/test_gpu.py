@@ -12,13 +12,13 @@ import time
 
 import pytest
 import torch
-from attention_cases import ON_GPU, allowed, check, error, gradients, plain_attention, seen_by, tensor
+from attention_cases import ON_GPU, allowed, check, error, plain_attention, run, seen_by, tensor
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_forward import LAYOUTS, qkv
 
 from flashlib import reference, tiles
-from flashlib.forward import flash_attention
+from flashlib.attention import flash_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a GPU")]
 
@@ -139,8 +139,8 @@ def test_a_real_size(causal):
         def plain(*qkv):
             return plain_attention(*qkv, seen, 128**-0.5)
 
-        want = gradients(oracle, [x.double() for x in head], dout[b : b + 1, h : h + 1].double(), *gone)
-        base = gradients(plain, head, dout[b : b + 1, h : h + 1], *gone)
+        want = run(oracle, [x.double() for x in head], dout[b : b + 1, h : h + 1].double(), *gone)
+        base = run(plain, head, dout[b : b + 1, h : h + 1], *gone)
         for x, near, exact in zip(got, base, want, strict=True):
             assert error(x.detach()[b : b + 1, h : h + 1], exact) <= allowed(near, exact, torch.bfloat16)
 
@@ -330,3 +330,13 @@ def test_any_tile(block_m, block_n, warps, monkeypatch):
     monkeypatch.setattr(tiles, "tile_for", lambda *_: tiles.Tile(block_m, block_n, warps, 2))
     causal = (block_m + block_n) // 16 % 2 == warps // 8
     check(*qkv(1, 2, 301, 333, 64, dtype=torch.bfloat16), causal=causal)
+
+
+@pytest.mark.parametrize("tile", [(16, 32, False), (64, 128, False), (128, 64, True)])
+def test_dropout_decides_as_its_twin_in_numpy(tile):
+    from test_dropout import SEED, decided
+
+    from flashlib import dropout
+
+    want = dropout.keep_mask(*SEED, 0.3, 2, 3, 137, 200)
+    assert (decided(SEED, 0.3, 2, 3, 137, 200, *tile) == want).all()

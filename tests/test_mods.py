@@ -6,8 +6,8 @@ from attention_cases import DEVICE, check
 from test_forward import qkv
 
 from flashlib import mods
+from flashlib.attention import flash_attention
 from flashlib.device import tl, triton
-from flashlib.forward import flash_attention
 from flashlib.mods import Bounds, Mask, Score
 
 WINDOW = tl.constexpr(20)
@@ -111,7 +111,7 @@ def test_a_score_that_reads_aux(causal):
     slopes = torch.tensor([0.1, 0.5], device=DEVICE)
     i, j = positions(70, 70)
     bias = -slopes[:, None, None] * (i - j).float()
-    check(*qkv(1, 2, 70, 70, 16), causal=causal, score=Score(slope, slope_grad, aux=[slopes]), bias=bias)
+    check(*qkv(1, 2, 70, 70, 16), causal=causal, score=Score(slope, slope_grad, aux=[slopes]), added=bias)
 
 
 @pytest.mark.parametrize("causal", [False, True])

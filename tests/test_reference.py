@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flashlib import show
-from flashlib.reference import attention, naive_attention
+from flashlib.reference import attention, attention_varlen, naive_attention
 
 RNG = np.random.default_rng(0)
 
@@ -383,4 +383,137 @@ def test_bad_input_is_refused_by_name(message):
     q, k, v, options = BAD[message]
     with pytest.raises(ValueError, match="must") as caught:
         attention(q, k, v, **options)
+    assert message in str(caught.value)
+
+
+# --- what models add --------------------------------------------------------------------------------------------------
+
+
+def _scores_as_rows(scores, **options):
+    """Attention whose scores are given, over the values 1, 10, 100, …: head_dim 1, one query a row."""
+    scores = torch.tensor(scores, dtype=torch.float64)
+    v = 10.0 ** torch.arange(len(scores), dtype=torch.float64)[:, None]
+    return attention(torch.ones(1, 1, 1, 1), scores[None, None, :, None], v[None, None], scale=1.0, **options)
+
+
+def test_softcap_saturates_and_its_gradient_is_one_minus_tanh_squared():
+    s = torch.tensor([1.0, 100.0, 4400.0, 1e4, -1e4], dtype=torch.float64)
+    k = s[None, None, :, None].clone().requires_grad_()
+    out, lse = attention(torch.ones(1, 1, 1, 1), k, torch.eye(5)[None, None], scale=1.0, softcap=50.0, return_lse=True)
+    capped = torch.tensor([50 * math.tanh(x / 50) for x in s.tolist()], dtype=torch.float64)
+    assert torch.allclose(out[0, 0, 0], torch.softmax(capped, 0))
+    lse.sum().backward()
+    assert torch.allclose(k.grad[0, 0, :, 0], torch.softmax(capped, 0) * (1 - (capped / 50) ** 2))
+    assert k.grad[0, 0, -1, 0] == 0
+
+
+def test_softcap_comes_before_the_mask():
+    """The future capped to -1 instead of hidden would leak into every row."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 8, 4) for _ in range(3))
+    changed = v.clone()
+    changed[:, :, 5:] = 1e6
+    before, after = (attention(q, k, x, causal=True, softcap=1.0) for x in (v, changed))
+    assert torch.equal(before[:, :, :5], after[:, :, :5])
+
+
+def test_alibi_counts_from_the_bottom_right():
+    """Two queries over four keys stand at the positions 2 and 3."""
+    out = attention(
+        torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 4, 1), torch.eye(4)[None, None], alibi_slopes=torch.tensor([0.5])
+    )
+    bias = -0.5 * torch.tensor([[2.0, 1, 0, 1], [3, 2, 1, 0]], dtype=torch.float64)
+    assert torch.allclose(out[0, 0], torch.softmax(bias, -1))
+    two = attention(
+        torch.zeros(2, 1, 2, 1), torch.zeros(2, 1, 4, 1), torch.eye(4).expand(2, 1, 4, 4),
+        alibi_slopes=torch.tensor([[0.5], [0.0]]),
+    )  # fmt: skip
+    assert torch.equal(two[0], out[0])
+    assert torch.allclose(two[1], torch.full((1, 2, 4), 0.25, dtype=torch.float64))
+
+
+def test_a_sink_joins_the_sum_and_meets_no_value():
+    out, lse = _scores_as_rows([0.0, 0.0], sinks=torch.tensor([math.log(2)]), return_lse=True)
+    # Weights 1/4, 1/4 and, for the sink, 1/2.
+    assert math.isclose(out.item(), 11 / 4)
+    assert math.isclose(lse.item(), math.log(4))
+
+
+def test_a_row_without_a_key_has_its_sink_as_lse():
+    q = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    sinks = torch.tensor([0.5, -math.inf], dtype=torch.float64, requires_grad=True)
+    k = torch.randn(1, 2, 2, 4)
+    out, lse = attention(q, k, k, causal=True, sinks=sinks, return_lse=True)
+    assert (out[:, :, 0] == 0).all()
+    assert lse[0, 0, 0] == 0.5
+    assert lse[0, 1, 0] == -math.inf
+    grad_q, grad_sinks = torch.autograd.grad(lse[0, 0, 0] + out.sum(), (q, sinks))
+    assert (grad_q[:, :, 0] == 0).all()
+    assert grad_sinks.isfinite().all()
+
+
+def test_query_heads_share_kv_heads_in_groups():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 6, 3, 4), torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 3)
+    out = attention(q, k, v)
+    for h in range(6):
+        assert torch.equal(out[:, h], attention(q[:, h], k[:, h // 3], v[:, h // 3]))
+
+
+def test_dropout_scales_what_it_keeps_and_leaves_lse():
+    keep = torch.tensor([True, False, True])
+    out, lse = _scores_as_rows([0.0, 0.0, 0.0], dropout_p=0.25, keep=keep, return_lse=True)
+    assert math.isclose(out.item(), (1 + 100) / 3 / 0.75)
+    assert math.isclose(lse.item(), math.log(3))
+
+
+def test_all_options_together_have_the_right_gradients():
+    torch.manual_seed(0)
+    q = torch.randn(1, 4, 5, 3, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(1, 2, 6, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    bias = torch.randn(4, 1, 6, dtype=torch.float64, requires_grad=True)
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    keep = torch.rand(1, 4, 5, 6) > 0.3
+
+    def function(q, k, v, bias, sinks):
+        return attention(
+            q, k, v, window=(2, 1), softcap=1.5, alibi_slopes=torch.tensor([0.1, 0.2, 0.3, 0.4]), bias=bias,
+            sinks=sinks, dropout_p=0.3, keep=keep, return_lse=True,
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(function, (q, k, v, bias, sinks))
+
+
+def test_packed_sequences_are_a_loop_over_them():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(9, 4, 3), torch.randn(8, 2, 3), torch.randn(8, 2, 5)
+    slopes = torch.rand(3, 4)
+    out, lse = attention_varlen(
+        q, k, v, [0, 3, 3, 7], torch.tensor([0, 2, 5, 8]), causal=True, alibi_slopes=slopes, return_lse=True
+    )
+    assert out.shape == (9, 4, 5)
+    assert lse.shape == (4, 9)
+    one = attention(*(x.transpose(0, 1)[None] for x in (q[3:7], k[5:8], v[5:8])), causal=True, alibi_slopes=slopes[2])
+    assert torch.equal(out[3:7], one[0].transpose(0, 1))
+    assert (out[7:] == 0).all()
+    assert (lse[:, 7:] == -math.inf).all()
+    # Sequence 0 has three queries and two keys: its first query sees none.
+    assert (lse[:, 0] == -math.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("softcap must be a positive number or None, got 0.0", {"softcap": 0.0}),
+        ("alibi_slopes must have shape (2,) or (1, 2), got (3,)", {"alibi_slopes": torch.ones(3)}),
+        ("sinks must have shape (2,), got (1, 2)", {"sinks": torch.ones(1, 2)}),
+        ("dropout_p must be a number from 0 up to, but not, 1, got 1.0", {"dropout_p": 1.0}),
+        ("keep must say which weights are kept", {"dropout_p": 0.5}),
+        ("keep must have dtype bool", {"dropout_p": 0.5, "keep": torch.ones(3, 3)}),
+    ],
+)
+def test_bad_options_of_models_are_refused(message, options):
+    x = torch.ones(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="must") as caught:
+        attention(x, x, x, **options)
     assert message in str(caught.value)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_jobs import job
+from kernel_jobs import FEATURES, job
 
 from flashlib import tiles
 from flashlib.compiler import compile_many
@@ -136,3 +136,17 @@ def test_three_forward_programs_fit_on_a_multiprocessor_of_a_hopper_gpu():
     assert 3 * compiled.shared_bytes <= 228 * 1024 < 5 * compiled.shared_bytes
     assert 3 * 128 * compiled.registers <= 65536
     assert compiled.stack_bytes == 0
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_features_compile_and_fit(capability):
+    # One kernel each, in turn, so that the test stays short: what is a feature's own is in functions that all share.
+    kernels = ("forward", "dkdv", "dq")
+    jobs = [
+        job("forward" if feature == "sinks" else kernels[i % 3], "bf16", 128, i % 2 == 0, capability, feature=feature)
+        for i, feature in enumerate(FEATURES)
+    ]
+    most = {80: 163, 90: 227}[capability] * 1024
+    for feature, compiled in zip(FEATURES, compile_many(jobs), strict=True):
+        assert compiled.shared_bytes <= most, feature
+        assert compiled.stack_bytes <= 128, feature
