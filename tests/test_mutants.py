@@ -17,13 +17,14 @@ from mutants import MUTANTS, applied, source_of
 
 from flashlib import flash_attention, reference, tiles
 from flashlib.device import tl, triton
+from flashlib.dropout import keep_mask
 from flashlib.mods import Bounds, Mask, Score
 
 GUARD = 77.0
 # Elements on each side of a tensor; no tile reaches farther past it.
 ROOM = 8192
 WINDOW, LAG = tl.constexpr(40), tl.constexpr(23)
-TENSORS = ("out", "lse", "dq", "dk", "dv")
+TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks")
 
 
 # --- masks and scores that tell mistakes apart ----------------------------------------------------------------------
@@ -107,6 +108,9 @@ class Probe(NamedTuple):
     hidden: int = 0
     descriptors: bool = False
     backward: bool = True
+    nheads_kv: int | None = None
+    window: tuple | None = None
+    features: tuple = ()
 
 
 def no_hooks(positions):
@@ -159,6 +163,9 @@ PROBES = {
     "a score and a mask": Probe((1, 2, 20, 37, 16, 16), True, hooks=score_hooks),
     "a mask without bounds": Probe((1, 1, 35, 40, 16, 16), hooks=mask_hooks),
     "scores far from 0": Probe((1, 1, 38, 40, 16, 16), hooks=shift_hooks),
+    "features": Probe((1, 2, 12, 20, 16, 16), features=("softcap", "alibi", "bias", "sinks", "dropout")),
+    "grouped heads": Probe((1, 4, 12, 20, 16, 16), nheads_kv=2, features=("bias",)),
+    "a window of the op": Probe((1, 1, 34, 51, 16, 16), window=(21, 9), tile=(16, 16), features=("alibi",)),
     "16 bits": Probe((1, 1, 20, 40, 64, 64), dtype=HALF, std=60.0, scale=1e-4, backward=False),
     "descriptors": Probe((1, 2, 20, 40, 24, 16), True, descriptors=True),
     "a window": Probe((1, 1, 32, 122, 16, 16), hooks=window_hooks, tile=(16, 16), hidden=10),
@@ -200,8 +207,9 @@ def ready(name):
     b, h, m, n, d, d_v = probe.shape
     generator = torch.Generator(DEVICE).manual_seed(len(name))
     tensors = []
-    for shape, layout in zip(((m, d), (n, d), (n, d_v), (m, d_v)), probe.layouts, strict=True):
-        view = in_nan((b, h, *shape), layout, probe.dtype)
+    h_kv = probe.nheads_kv or h
+    for shape, layout in zip(((h, m, d), (h_kv, n, d), (h_kv, n, d_v), (h, m, d_v)), probe.layouts, strict=True):
+        view = in_nan((b, *shape), layout, probe.dtype)
         std = probe.std if len(tensors) < 2 else 1.0
         tensors.append(view.copy_(torch.randn(view.shape, generator=generator, device=DEVICE) * std))
     *inputs, dout = tensors
@@ -217,11 +225,24 @@ def ready(name):
     seen = seen & (positions[4] >= j if probe.causal else True) & (True if dense is None else dense)
     some = seen.any(-1)
     scale = d**-0.5 if probe.scale is None else probe.scale
+    options = {"causal": probe.causal, "scale": scale, "window": probe.window}
+    features, extra = {}, {}
+    if "softcap" in probe.features:
+        options["softcap"] = 1.5
+    if "alibi" in probe.features:
+        options["alibi_slopes"] = torch.linspace(0.1, 0.4, h, device=DEVICE)
+    if "dropout" in probe.features:
+        options["dropout_p"], features["dropout_seed"] = 0.3, torch.tensor([3, 2**40 + 7], device=DEVICE)
+        extra["keep"] = torch.from_numpy(keep_mask(*features["dropout_seed"].tolist(), 0.3, b, h, m, n))
+    for name, shape in (("bias", (1, h, m, n)), ("sinks", (h,))):
+        if name in probe.features:
+            inputs.append(torch.randn(shape, generator=generator, device=DEVICE).double())
 
-    def oracle(q, k, v):
-        s = scale * q @ k.transpose(-1, -2)
-        bias = None if changed is None else changed(s) - s
-        return reference.attention(q, k, v, causal=probe.causal, scale=scale, mask=dense, bias=bias, return_lse=True)
+    def oracle(q, k, v, bias=None, sinks=None):
+        if changed is not None:
+            s = scale * q @ k.transpose(-1, -2)
+            bias = changed(s) - s
+        return reference.attention(q, k, v, mask=dense, bias=bias, sinks=sinks, return_lse=True, **options, **extra)
 
     def plain(q, k, v):
         s = (q @ k.transpose(-1, -2)) * scale
@@ -237,15 +258,15 @@ def ready(name):
 
     want = results(oracle, torch.float64)
     # In float16 plain PyTorch's scores overflow here: ours must be as good as if they did not.
-    base = results(plain, torch.promote_types(probe.dtype, SINGLE))
-    rows = [(a[some], b[some]) if x == "lse" else (a, b) for x, a, b in zip(TENSORS, base, want, strict=True)]
+    base = want if probe.dtype == torch.float64 else results(plain, SINGLE)
+    rows = [(a[some], b[some]) if x == "lse" else (a, b) for x, a, b in zip(TENSORS, base, want, strict=False)]
     limits = [allowed(a, b, probe.dtype) if b.numel() else 0.0 for a, b in rows]
     # What no query sees must not be read, and what comes back through the lse of a row without a key must not count.
-    for x in inputs[1:]:
+    for x in inputs[1:3]:
         x[:, :, : probe.hidden] = math.nan
         x[:, :, n - probe.hidden :] = math.nan
     dlse[~some] = math.inf
-    options = {"causal": probe.causal, "scale": probe.scale, "mask": mask, "score": score}
+    options |= {"scale": probe.scale, "mask": mask, "score": score, **features}
     return Ready(inputs, (dout, dlse), options, some, want, limits, zeros)
 
 
@@ -297,10 +318,11 @@ def forward(name):
     case = ready(name)
     leaves = [x.detach().requires_grad_() for x in case.inputs]
     with set_up(PROBES[name]), guarded():
-        return leaves, flash_attention(*leaves, **case.options, return_lse=True)
+        more = dict(zip(("bias", "sinks"), leaves[3:], strict=False))
+        return leaves, flash_attention(*leaves[:3], **more, **case.options, return_lse=True)
 
 
-def run(name, forward=forward, grads=("dq", "dk", "dv")):
+def run(name, forward=forward, grads=TENSORS[2:]):
     """Run a probe; AssertionError: a result is wrong.
 
     Args:
@@ -315,9 +337,9 @@ def run(name, forward=forward, grads=("dq", "dk", "dv")):
         compare(case, dict(zip(TENSORS, got, strict=False)))
         if PROBES[name].backward:
             with set_up(PROBES[name]), guarded():
-                leaves = [x for x, tensor in zip(leaves, TENSORS[2:], strict=True) if tensor in grads]
-                computed = torch.autograd.grad(got, leaves, case.sent, retain_graph=True)
-            compare(case, dict(zip(grads, computed, strict=True)))
+                asked = {x: leaf for x, leaf in zip(TENSORS[2:], leaves, strict=False) if x in grads}
+                computed = torch.autograd.grad(got, list(asked.values()), case.sent, retain_graph=True)
+            compare(case, dict(zip(asked, computed, strict=True)))
 
 
 @contextlib.contextmanager
@@ -348,6 +370,28 @@ def compare(case, got):
 
 # What a mistake is about tells which probe to begin with; that saves time and decides nothing.
 BEGIN = {
+    "score_aux, CAUSAL": "a score and a mask",
+    "LOG2_E, ACCURATE": "a score and a mask",
+    "group": "grouped heads",
+    "softcap": "features",
+    "UNIT) - less": "a window of the op",
+    "t * t": "features",
+    "thinned(p, dropout, b, h, i, j)": "features",
+    "thinned(dp, dropout, b, h, i, j) -": "features",
+    "alibi": "features",
+    "slope": "features",
+    "tl.abs(": "features",
+    "i + seqlen_k - seqlen_q).to": "features",
+    "bias[": "features",
+    "to(s.dtype)": "features",
+    "sinks": "features",
+    "l_i + 1.0": "features",
+    "j) - delta": "features",
+    "left)": "a window of the op",
+    "- left": "a window of the op",
+    "right": "a window of the op",
+    "+ left": "a window of the op",
+    "less": "a score and a mask",
     "SCORE(": "a score and a mask",
     "GRAD(": "a score and a mask",
     "first_m + BLOCK_M": "a window, more queries",
@@ -391,12 +435,14 @@ BEGIN = {
 GRADS = {
     "backward._dq_kernel": ("dq",),
     "backward._dkdv_kernel": ("dk", "dv"),
+    "bias._bias_gradient_kernel": ("dbias",),
     "mods.query_range": ("dk", "dv"),
 }
 
 
 def backward_only(mutant):
-    return mutant.where.startswith("backward.") or mutant.where == "mods.query_range"
+    module, function = mutant.where.split(".")
+    return module in ("backward", "bias") or function in ("query_range", "hook_gradient", "changed_gradient")
 
 
 def found(mutant):
