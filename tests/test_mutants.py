@@ -153,6 +153,7 @@ HALF, SINGLE = torch.float16, torch.float32
 # The first ones find most mistakes. 33 and 30 more keys than queries put the diagonal one past, and one before, the
 # border of a tile; 65 and 33 leave one row in the last tile.
 PROBES = {
+    "one tile of queries": Probe((1, 1, 20, 53, 24, 24), True, layouts=("sliced",) * 4),
     "causal": Probe((1, 1, 40, 73, 24, 24), True, layouts=("sliced",) * 4),
     "layouts": Probe((2, 2, 20, 23, 24, 16), True, layouts=("transposed", "sliced", "strided", "turned")),
     "rows without a key": Probe((1, 2, 40, 7, 16, 16), True),
