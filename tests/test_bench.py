@@ -489,12 +489,16 @@ def test_chapter_10_says_what_was_recorded():
         "0.3 GB: the right end": dram / 0.3e9,
         "by a factor of sixty": 4.8e12 / (dram / longest["ms_p50"] * 1e3) / 60,
         "seven cycles in ten": counted["tensor_pct"] / 70,
-        "The graph makes twenty times of it go away": host["flashlib_portable"] / host["flashlib_portable_graph"] / 20,
+        "The graph leaves a twentieth of it": host["flashlib_portable"] / host["flashlib_portable_graph"] / 20,
     }
     for said, factor in factors.items():
         assert said in text
         assert factor == pytest.approx(1, abs=0.1), said
     assert counted["requested_bytes"] / longest["ms_p50"] / 1e6 > cost.GPUS["H200"].bandwidth_gb_s
+    # The roofline's left end: what memory could not have delivered of the requested bytes.
+    requested_gb_s = counted["requested_bytes"] / longest["ms_p50"] / 1e6
+    assert "half at length 16384" in text
+    assert 1 - 4800 / requested_gb_s == pytest.approx(0.5, abs=0.03)
     assert 2 * speed("attention", "flashlib_portable", 16384, 1)["tflops"] > cost.GPUS["H200"].peak_tflops
     assert speed("forward_steps", "step_two_loops")["tflops"] < speed("cost", "naive")["tflops"]
 
