@@ -1,6 +1,9 @@
 """Measurements: recorded results name their machine, flawed ones are found, wrong kernels are not timed."""
 
+import contextlib
 import re
+import sys
+import types
 
 import pytest
 import torch
@@ -282,8 +285,13 @@ def test_wrong_implementation_is_not_timed(monkeypatch, capsys):
     monkeypatch.setattr(peers, "implementations", lambda *shape: found)
     rows = list(peers.attention_rows(16, True, 32, "fp32", rounds=2))
     forward_only = lambda q, k, v: reference.attention(q.detach(), k.detach(), v.detach(), causal=True)  # noqa: E731
+    seen = []
+    found["right"] = lambda q, k, v: seen.append(q.detach()) or reference.attention(q, k, v, causal=True)
     found["no gradient"] = forward_only
     rows = list(peers.attention_rows(16, True, 32, "fp32", rounds=2))
+    again = len(seen)
+    list(peers.attention_rows(16, True, 32, "fp32", rounds=1, only=["right"]))
+    assert torch.equal(seen[0], seen[again]), "each run must have the same inputs"
     assert [(row["impl"], row["pass"]) for row in rows] == [
         ("right", "fwd"),
         ("no gradient", "fwd"),
@@ -302,6 +310,54 @@ def test_wrong_implementation_is_not_timed(monkeypatch, capsys):
     assert "broken is left out: RuntimeError: not for this GPU\n" in said
     assert "silent is left out: AssertionError: \n" in said
     assert "no gradient's backward is left out: RuntimeError" in said
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_found_implementations_compute_attention(monkeypatch, causal):
+    """Those that a CPU has; FlexAttention, and what is installed or not, are stand-ins here."""
+    made = []
+    monkeypatch.setattr(peers, "_flex", lambda torch, causal, seqlen: made.append((causal, seqlen)) or "flex")
+    theirs = types.SimpleNamespace(flash_attn_func="theirs")
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", theirs)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
+    monkeypatch.setattr(peers, "_other_layout", lambda function, causal: (function, causal))
+    found = peers.implementations("bf16", causal, 40)
+    assert list(found) == ["flashlib_portable", "fa2", "cudnn", "flex", "fa3"]
+    assert (found["flex"], made, found["fa3"]) == ("flex", [(causal, 40)], ("theirs", causal))
+    assert list(peers.implementations("fp32", causal, 40)) == ["flashlib_portable", "mem_efficient"]
+    q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
+    exact = reference.attention(q, k, v, causal=causal)
+    for name in ("flashlib_portable", "fa2"):
+        torch.testing.assert_close(found[name](q, k, v), exact.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_host_time_is_the_median_of_blocks_of_fifty_calls(monkeypatch):
+    """On a clock that each call moves on: by 10 µs, or by 1 where a graph is replayed; one block is disturbed."""
+    now, calls = [0.0], []
+
+    def moves(name, us):
+        def run(*inputs):
+            calls.append(name)
+            now[0] += us * 1e-6 + (0.5 if len(calls) == 60 else 0)
+
+        return run
+
+    class Graph:
+        replay = staticmethod(moves("graph", 1))
+
+    real = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *shape, device, dtype: real(*shape))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    # The GPU works for a second that the host must not be charged with.
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: now.__setitem__(0, now[0] + 1))
+    monkeypatch.setattr(peers.time, "perf_counter", lambda: now[0])
+    found = {"flashlib_portable": moves("ours", 10), "other": moves("other", 20)}
+    monkeypatch.setattr(peers, "implementations", lambda *shape: dict(found))
+    us = peers.host_microseconds(calls=150)
+    assert us == pytest.approx({"flashlib_portable": 10, "other": 20, "flashlib_portable_graph": 1})
+    # One call to warm up, ours once more to record the graph.
+    assert [calls.count(name) for name in ("ours", "other", "graph")] == [152, 151, 150]
 
 
 def test_tolerance_is_of_the_norm_of_the_result(inputs):
