@@ -388,6 +388,9 @@ def test_written_rows_are_read_back(results):
     first, second = bench.read_results("new")
     assert (first["us_p50"], second["us_p50"], first["commit"]) == (1.2346, None, "abc1234")
     assert list(first) == ["impl", "us_p50", *bench.MACHINE]
+    # A new GPU's folder is made.
+    bench.write_results(results / "b200" / "old" / "new.csv", rows, ["impl", "us_p50"])
+    assert (results / "b200" / "old" / "new.csv").is_file()
 
 
 def test_flops_are_those_of_chapter_02():
