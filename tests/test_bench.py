@@ -360,6 +360,11 @@ def test_host_time_is_the_median_of_blocks_of_fifty_calls(monkeypatch):
     assert [calls.count(name) for name in ("ours", "other", "graph")] == [152, 151, 150]
 
 
+def test_recorded_shapes_are_those_that_are_timed():
+    for row in bench.read_results("attention"):
+        assert (row["batch"] * row["seqlen_q"], row["nheads"] * row["head_dim"]) == (peers.TOKENS, peers.WIDTH)
+
+
 def test_tolerance_is_of_the_norm_of_the_result(inputs):
     qkv, dout, right = inputs
     for factor, good in ((1.009, ["near"]), (1.011, [])):
