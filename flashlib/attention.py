@@ -173,7 +173,7 @@ def flash_attention(
         softcap: a positive number: scores s become softcap·tanh(s/softcap). None for none.
         alibi_slopes: (nheads,) or (batch, nheads), float32, no gradient: -slope·|i + seqlen_k - seqlen_q - j| is added.
         bias: floats that broadcast to (batch, nheads, seqlen_q, seqlen_k), any strides, added to the scores; -inf hides
-            a key, as does anything below -1e38. Its gradient takes no memory but its own.
+            a key, as does anything below -1e8. Its gradient takes no memory but its own.
         sinks: (nheads,) floats: a logit of each head that joins every row's denominator, with value 0.
         dropout_p: share of the weights that is dropped, in [0, 1); those kept are scaled by 1/(1 - dropout_p). lse is
             that of all weights.

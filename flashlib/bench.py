@@ -38,6 +38,7 @@ _LINES = {
     "cudnn": ("#444444", "-.", "v", "cuDNN"),
     "fa3": ("#444444", "--", "x", "FlashAttention-3"),
     "fa4": ("#444444", ":", "+", "FlashAttention-4"),
+    "mem_efficient": ("#999999", "--", "s", "memory-efficient (PyTorch)"),
 }
 
 
@@ -142,18 +143,28 @@ def doubts(rows, gpu="H200"):
 
     Returns:
         list of str, one for each doubt; empty where there is none.
+
+    Raises:
+        ValueError: gpu is not known.
     """
+    if gpu not in cost.GPUS:
+        raise ValueError(f"gpu must be one of {', '.join(cost.GPUS)}, got {gpu!r}")
     peak, bandwidth = cost.GPUS[gpu].peak_tflops, cost.GPUS[gpu].bandwidth_gb_s
     found, series = [], {}
     for row in rows:
-        if row.get("gb_per_s"):
+        if row.get("gb_per_s") is not None:
             if row["gb_per_s"] > bandwidth:
                 found.append(f"{row['impl']}: {row['gb_per_s']:.0f} GB/s is above the memory's {bandwidth} GB/s")
             continue
         d, n, ms, speed = row["head_dim"], row["seqlen_q"], row["ms_p50"], row["tflops"]
         name = f"{row['impl']} {row['pass']}, head_dim {d}, causal {row['causal']}, seqlen {n}"
+        # No number, NaN, zero: nothing that follows would mean anything.
+        if not all(isinstance(x, (int, float)) and x > 0 for x in (row["ms_p20"], ms, row["ms_p80"], speed)):
+            found.append(f"{name}: a time or a speed is missing, or not above 0")
+            continue
         flops = attention_flops(row["pass"] == "bwd", row["batch"], row["nheads"], n, d, row["causal"])
-        moved = cost.compulsory_bytes(n, n, d, batch=row["batch"], nheads=row["nheads"])
+        sizes = {"batch": row["batch"], "nheads": row["nheads"], "itemsize": 4 if row["dtype"] == "fp32" else 2}
+        moved = cost.compulsory_bytes(n, n, d, **sizes)
         if speed > peak:
             found.append(f"{name}: {speed:.0f} TFLOP/s is above the peak, {peak} TFLOP/s")
         if abs(flops / ms / 1e9 / speed - 1) > 0.01:
@@ -165,10 +176,11 @@ def doubts(rows, gpu="H200"):
         kind = (row["impl"], row["pass"], row["dtype"], d)
         series.setdefault((*kind, row["causal"]), []).append((name, flops, ms, n))
     for (*kind, causal), line in series.items():
-        for (_, flops, ms, _), (name, more, longer, _) in itertools.pairwise(line):
+        by_length = sorted(line, key=lambda one: one[3])
+        for (_, flops, ms, _), (name, more, longer, _) in itertools.pairwise(by_length):
             if more >= 1.5 * flops and longer < 1.15 * ms:
                 found.append(
-                    f"{name}: {more / flops:.0f} times the work of the row before in {longer / ms:.2f} the time"
+                    f"{name}: {more / flops:.0f} times the work of the shorter row in {longer / ms:.2f} of its time"
                 )
         if len(line) > 1 and line[0][2] / line[0][1] > 3 * line[1][2] / line[1][1]:
             found.append(f"{line[0][0]}: for a FLOP the first row takes over 3 times as long as the next")
@@ -183,7 +195,13 @@ def doubts(rows, gpu="H200"):
 
 
 def percentiles(values):
-    """Return the 20th, 50th and 80th percentile of some times."""
+    """Return the 20th, 50th and 80th percentile of some times.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not values:
+        raise ValueError("values must hold one time at least, got none")
     if len(values) == 1:
         return values[0], values[0], values[0]
     tenths = statistics.quantiles(values, n=10, method="inclusive")
@@ -196,8 +214,14 @@ def time_in_turns(functions, rounds=20, warmups=3):
     Events on the GPU's own clock, because a launch returns before the kernel has run. Before each run 1 GiB is
     overwritten several times: that takes other data into the L2, and it keeps the GPU busy until the host has queued
     the run. Without a GPU the host's clock is read and nothing is overwritten.
+
+    Raises:
+        ValueError: rounds is below 1, or warmups below 0.
     """
     import torch
+
+    if rounds < 1 or warmups < 0:
+        raise ValueError(f"rounds must be at least 1 and warmups at least 0, got {rounds} and {warmups}")
 
     cuda = torch.cuda.is_available()
     other = torch.empty(2**30, dtype=torch.int8, device="cuda") if cuda else None
@@ -238,29 +262,41 @@ def attention_flops(backward, batch, nheads, seqlen, head_dim, causal):
 
 
 def table(rows):
-    """Return text with the TFLOP/s of `rows`: a line a shape, a column an implementation."""
+    """Return text with the TFLOP/s of `rows`, in any order: a line a shape and dtype, a column an implementation."""
     widths = {row["impl"]: max(8, len(row["impl"]) + 2) for row in rows}
-    lines = ["pass  d   causal seqlen " + "".join(f"{name:>{width}}" for name, width in widths.items())]
-    for key, group in itertools.groupby(rows, lambda row: tuple(row[f] for f in FIELDS[:4])):
-        speeds = {row["impl"]: f"{row['tflops']:.0f}" for row in group}
-        cells = "".join(f"{speeds.get(name, '-'):>{width}}" for name, width in widths.items())
-        lines.append(f"{key[0]:<5}{key[1]:<5}{key[2]:<6}{key[3]:>7} {cells}")
+    lines = ["dtype pass  d   causal seqlen " + "".join(f"{name:>{width}}" for name, width in widths.items())]
+    speeds = {}
+    for row in rows:
+        shape = (row["dtype"], *(row[field] for field in FIELDS[:4]))
+        speeds.setdefault(shape, {})[row["impl"]] = "-" if row["tflops"] is None else f"{row['tflops']:.0f}"
+    for (dtype, pass_, d, causal, seqlen), found in speeds.items():
+        cells = "".join(f"{found.get(name, '-'):>{width}}" for name, width in widths.items())
+        lines.append(f"{dtype:<6}{pass_:<5}{d:<5}{causal:<6}{seqlen:>7} {cells}")
     return "\n".join(lines)
 
 
-def chart(rows, passes=("fwd", "bwd")):
+def chart(rows, passes=None):
     """Draw the TFLOP/s of `rows` over seqlen: a row of panels a pass, a panel a head_dim and causal or not.
 
     Args:
-        rows: as `read_results("attention")` returns them, of one machine.
-        passes: which of "fwd" and "bwd" are drawn.
+        rows: as `read_results("attention")` returns them, in any order, of one machine and one dtype; a row without a
+            speed is left out.
+        passes: which of "fwd" and "bwd" are drawn; by default those that were measured.
 
     Returns:
         matplotlib Figure; its caption names machine, versions and commit.
+
+    Raises:
+        ValueError: no row has a speed of a kernel that has a line here, or the rows have more than one dtype.
     """
     import matplotlib.pyplot as plt
 
-    panels = list(dict.fromkeys((row["head_dim"], row["causal"]) for row in rows))
+    rows = sorted((r for r in rows if r["tflops"] is not None and r["impl"] in _LINES), key=lambda r: r["seqlen_q"])
+    dtypes = sorted({row["dtype"] for row in rows})
+    if len(dtypes) != 1:
+        raise ValueError(f"rows must hold speeds of one dtype, of kernels among {', '.join(_LINES)}, got {dtypes}")
+    passes = passes or [pass_ for pass_ in ("fwd", "bwd") if any(row["pass"] == pass_ for row in rows)]
+    panels = sorted({(row["head_dim"], row["causal"]) for row in rows})
     size = {"figsize": (3.6 * len(panels), 2.4 * len(passes) + 1.1)}
     shared = {"sharex": True, "sharey": "row", "squeeze": False, "layout": "constrained"}
     figure, axes = plt.subplots(len(passes), len(panels), **shared, **size)
@@ -280,7 +316,7 @@ def chart(rows, passes=("fwd", "bwd")):
             ax.set_xlabel("seqlen (tokens)")
         if column == 0:
             ax.set_ylabel("TFLOP/s")
-            ax.set_ylim(0, 1.05 * max(r["tflops"] for r in rows if r["pass"] == pass_ and r["impl"] in _LINES))
+            ax.set_ylim(0, 1.05 * max((r["tflops"] for r in rows if r["pass"] == pass_), default=1))
     handles = {}
     for ax in axes.flat:
         handles |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
@@ -293,9 +329,10 @@ def chart(rows, passes=("fwd", "bwd")):
         fontsize=9,
     )
     where = rows[0]
+    tokens = sorted({row["batch"] * row["seqlen_q"] for row in rows})
     caption = (
         f"{where['gpu']}, driver {where['driver']}, PyTorch {where['torch']}, Triton {where['triton']}, "
-        f"commit {where['commit']}\n{where['dtype']}, batch × seqlen = {where['batch'] * where['seqlen_q']} tokens"
+        f"commit {where['commit']}\n{where['dtype']}, batch × seqlen = {' or '.join(map(str, tokens))} tokens"
     )
     figure.suptitle(caption, fontsize=8)
     return figure
@@ -317,8 +354,14 @@ def main(arguments=None):
     if args.subject == "chart":
         _save_chart(read_results("attention", args.gpu), args.out or Path("attention.svg"))
         return
+    if args.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {args.rounds}")
+    import torch
+
     from flashlib import peers
 
+    if not torch.cuda.is_available():
+        raise SystemExit("nothing is timed without a GPU; `python -m flashlib.bench chart` draws what was recorded")
     where = machine(args.commit)
     out = args.out or results_path(args.subject, where["gpu"])
     if args.subject == "host":
@@ -337,13 +380,18 @@ def main(arguments=None):
         # After each shape, so that what was measured is there if the run is cut off.
         write_results(out, rows, FIELDS)
     print(file=sys.stderr)
+    if not rows:
+        raise SystemExit(f"nothing was timed: no kernel is left; {out} is empty")
     rows.sort(key=lambda row: (row["dtype"], row["pass"] == "bwd", row["head_dim"], row["causal"], row["seqlen_q"]))
     print(table(rows))
     card = next((name for name in cost.GPUS if name in where["gpu"]), None)
     for doubt in doubts(rows, card) if card else []:
         print(f"look at this again: {doubt}")
     print(f"written to {out}")
-    _save_chart(rows, out.with_suffix(".svg"))
+    for dtype in args.dtypes:
+        suffix = ".svg" if len(args.dtypes) == 1 else f".{dtype}.svg"
+        if any(row["dtype"] == dtype for row in rows):
+            _save_chart([row for row in rows if row["dtype"] == dtype], out.with_suffix(suffix))
 
 
 def _save_chart(rows, path):

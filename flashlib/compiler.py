@@ -19,10 +19,11 @@ CHECKED_TRITON = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 # Scalars, pointers to them (k: constant), and tensor descriptors.
 _TYPE = re.compile(r"\*?k?(?:i1|[iu](?:8|16|32|64)|fp(?:16|32|64)|bf16|fp8\w+)|(?:tensordesc|nvTmaDesc).*")
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 103, 120, 121)
-# Of one multiprocessor, by compute capability: warps, and KiB of shared memory. All have 65,536 registers, given out in
-# blocks of 256 to each warp, and keep 1 KiB of shared memory for themselves in each program, but for 7.5. Source: "CUDA
-# C++ Programming Guide", section "Compute Capabilities".
+# Of one multiprocessor, by compute capability: warps, programs, KiB of shared memory. All have four parts with 16,384
+# registers each, given out in blocks of 256 to each warp, and keep 1 KiB of shared memory for themselves in each
+# program, but for 7.5. Source: "CUDA C++ Programming Guide", section "Compute Capabilities".
 _WARPS = {75: 32, 86: 48, 89: 48, 120: 48, 121: 48}
+_PROGRAMS = {75: 16, 86: 16, 89: 24, 120: 24, 121: 24}
 _SHARED_KIB = {75: 64, 80: 164, 86: 100, 89: 100, 120: 100, 121: 100}
 
 
@@ -70,7 +71,8 @@ class Compiled:
         reserved = 1024 if self.capability >= 80 else 0
         shared = 1024 * _SHARED_KIB.get(self.capability, 228)
         return min(
-            65536 // registers_of_a_warp // warps,
+            16384 // registers_of_a_warp * 4 // warps,
+            _PROGRAMS.get(self.capability, 32),
             _WARPS.get(self.capability, 64) // warps,
             shared // (self.shared_bytes + reserved),
         )

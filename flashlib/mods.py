@@ -303,11 +303,11 @@ def _built_in(
 
 @triton.jit
 def load_bias(bias, b, h, i, j, seqlen_q, seqlen_k):
-    """Load a tile of the bias. A number that float32 can hardly hold hides a key as -inf does: nothing overflows."""
+    """Load a tile of the bias. Beside a number below -1e8 sums are lost in rounding: it hides a key as -inf does."""
     ptrs = bias[0] + b.to(tl.int64) * bias[1] + h.to(tl.int64) * bias[2]
     ptrs = ptrs + i.to(tl.int64) * bias[3] + j.to(tl.int64) * bias[4]
     tile = tl.load(ptrs, mask=(i < seqlen_q) & (j < seqlen_k), other=0.0)
-    return tl.where(tile < -1e38, float("-inf"), tile)
+    return tl.where(tile < -1e8, float("-inf"), tile)
 
 
 @triton.jit

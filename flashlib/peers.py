@@ -115,7 +115,10 @@ def attention_rows(head_dim, causal, seqlen, dtype, rounds=20, only=None):
                 backwards[name] = lambda out=out: torch.autograd.grad(out, leaves, dout, retain_graph=True)
                 results[name] = (out.detach(), *backwards[name]())
         except Exception as error:
-            print(f"{name} is left out: {type(error).__name__}: {str(error).splitlines()[0][:120]}", file=sys.stderr)
+            # A forward that ran is timed all the same. An error's text may be empty.
+            what = f"{name}'s backward" if name in forwards else name
+            said = "".join(str(error).splitlines()[:1])[:120]
+            print(f"{what} is left out: {type(error).__name__}: {said}", file=sys.stderr)
             backwards.pop(name, None)
     good, bad = check_results(results, q, k, v, dout, causal, 1e-4 if dtype == "fp32" else 2e-2)
     del results

@@ -22,7 +22,7 @@ def scaled_dot_product_attention(
         query: (..., nheads, seqlen_q, head_dim) or (..., seqlen_q, head_dim), of a dtype of `flash_attention`.
         key: (..., seqlen_k, head_dim); value: (..., seqlen_k, head_dim_v). Leading axes broadcast.
         attn_mask: booleans, True where a query sees a key, or floats of query's dtype that are added to the scores;
-            -inf hides a key, and so does anything below -1e38: a row of nothing else gives 0, where PyTorch averages.
+            -inf hides a key, and so does anything below -1e8: a row of nothing else gives 0, where PyTorch averages.
             Broadcasts to (..., seqlen_q, seqlen_k).
         dropout_p: share of the weights that is dropped; whoever calls sets it to 0 outside of training.
         is_causal: query i sees the keys j <= i (aligned at the top left, unlike `causal` of `flash_attention`).

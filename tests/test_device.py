@@ -667,3 +667,31 @@ def test_bad_arguments_that_only_the_child_sees(kernels):
 
 def test_the_platform_of_the_report_is_this_one():
     assert platform.machine() in flashlib.report().platform
+
+
+# --- how many programs fit -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "registers", "num_warps", "shared_bytes", "programs"),
+    [
+        (90, 164, 4, 50176, 3),
+        (90, 32, 4, 0, 16),
+        # A warp gets its registers from one of four parts of 16,384: two of 7,168 fit there, and not nine in all.
+        (90, 224, 1, 0, 8),
+        # No more than 32 programs, 16 or 24 on smaller cards, however small they are.
+        (90, 32, 1, 0, 32),
+        (86, 32, 1, 0, 16),
+        (89, 32, 1, 0, 24),
+        (86, 32, 8, 0, 6),
+        (86, 255, 8, 114688, 0),
+        (75, 32, 4, 32768, 2),
+        (80, 32, 4, 32768, 4),
+    ],
+)
+def test_programs_that_fit_on_a_multiprocessor(capability, registers, num_warps, shared_bytes, programs):
+    from flashlib.compiler import Compiled
+
+    sizes = {"registers": registers, "stack_bytes": 0, "shared_bytes": shared_bytes}
+    kernel = Compiled("m:k", capability, "3.7.1", ttgir="", ptx="", metadata={"num_warps": num_warps}, **sizes)
+    assert kernel.programs_per_multiprocessor == programs

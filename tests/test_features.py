@@ -303,7 +303,7 @@ def test_a_sink_of_minus_infinity_is_none():
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-@pytest.mark.parametrize("hidden", [-math.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("hidden", [-math.inf, torch.finfo(torch.float32).min, -1e9])
 def test_a_bias_hides_keys(hidden):
     q, k, v = qkv(1, 2, 40, 50, 16)
     bias = torch.where(random(2, 40, 50) > 0, 0.0, -math.inf)

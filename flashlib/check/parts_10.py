@@ -9,8 +9,8 @@ import random
 from flashlib import bench, cost
 
 FLAWS = ("counted", "idle", "no_wait", "compile", "flag", "cached")
-# Speed of the L2 over that of the memory, on a Hopper GPU: FlashAttention-3, table 1 (12 and 3.35 TB/s).
-L2_OVER_MEMORY = 12 / 3.35
+# Speed of the L2 of a Hopper GPU: FlashAttention-3, table 1 (of an H100, which has the same chip).
+L2_GB_S = 12_000.0
 COMPILE_MS, CALLS = 1900.0, 20
 
 
@@ -18,9 +18,10 @@ def flawed(flaw):
     """Return a benchmark with this flaw.
 
     Args:
-        flaw: "counted" (the FLOPs of a causal mask in full), "idle" (the host is timed where the GPU waits for it),
-            "no_wait" (the clock is stopped before the GPU has run), "compile" (the mean of 20 calls, the first of
-            which compiles), "flag" (the causal flag is ignored), "cached" (a copy whose arrays are still in the L2).
+        flaw: "counted" (the FLOPs of a causal mask in full), "idle" (many calls between two events, and the GPU waits
+            for the host), "no_wait" (the clock is stopped before the GPU has run), "compile" (the mean of 20 calls, the
+            first of which compiles), "flag" (the causal flag is ignored), "cached" (a copy whose arrays are still in
+            the L2).
 
     Returns:
         list of dict, as `bench.read_results` returns them.
@@ -60,7 +61,7 @@ def _copied(mib, noise):
     """Time a copy that runs again and again on the same `mib` MiB: a launch's 2 µs, and what memory or L2 take."""
     memory = next(r["gb_per_s"] for r in bench.read_results("cost") if r["impl"] == "ceiling_copy")
     moved = 2 * mib * 2**20
-    speed = memory * (L2_OVER_MEMORY if moved <= cost.GPUS["H200"].l2_mib * 2**20 else 1)
+    speed = L2_GB_S if moved <= cost.GPUS["H200"].l2_mib * 2**20 else memory
     ms = (2e-3 + moved / speed / 1e6) * noise.uniform(0.99, 1.01)
     return {"impl": "new_copy", "mib": mib, "ms_p50": ms, "gb_per_s": moved / ms / 1e6}
 
