@@ -271,6 +271,12 @@ def ready(name):
     return Ready(inputs, (dout, dlse), options, some, want, limits, zeros)
 
 
+def hold(condition, message):
+    """Assert, without the explanations of pytest: writing tensors out would take a quarter of the time."""
+    if not condition:
+        raise AssertionError(message)
+
+
 @contextlib.contextmanager
 def guarded():
     """Allocate memory filled with NaN between guards, and see at the end that the guards stand."""
@@ -294,8 +300,8 @@ def guarded():
             stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
         yield
     for buffer, extent in whole:
-        assert (buffer[:ROOM] == GUARD).all(), "something was stored before a tensor"
-        assert (buffer[ROOM + extent :] == GUARD).all(), "something was stored past a tensor"
+        hold((buffer[:ROOM] == GUARD).all(), "something was stored before a tensor")
+        hold((buffer[ROOM + extent :] == GUARD).all(), "something was stored past a tensor")
 
 
 @contextlib.contextmanager
@@ -359,14 +365,16 @@ def complaints():
 
 def compare(case, got):
     """Hold results, a dict, against what is right."""
-    assert not any(map(torch.Tensor.any, case.zeros)), "an index was outside the lengths"
+    hold(not any(map(torch.Tensor.any, case.zeros)), "an index was outside the lengths")
     for name, x in got.items():
         exact, limit = case.want[TENSORS.index(name)], case.limits[TENSORS.index(name)]
         if name in ("out", "lse", "dq"):
             empty = x[~case.some]
-            assert (empty == (-math.inf if name == "lse" else 0)).all(), f"{name} of a row without a key"
+            hold((empty == (-math.inf if name == "lse" else 0)).all(), f"{name} of a row without a key")
             x, exact = x[case.some], exact[case.some]
-        assert not x.numel() or error(x, exact) <= limit, f"{name} is {error(x, exact):.1e} off"
+        if x.numel():
+            off = error(x, exact)
+            hold(off <= limit, f"{name} is {off:.1e} off")
 
 
 # What a mistake is about tells which probe to begin with; that saves time and decides nothing.
@@ -402,6 +410,7 @@ BEGIN = {
     "s * qk_scale -": "a large negative scale",
     "LOG2_E -": "a score and a mask",
     "m_safe = ": "rows without a key",
+    "0.0, dlse)": "rows without a key",
     "1e30": "rows without a key",
     "l_safe = ": "rows without a key",
     "tl.max(s": "rows without a key",
